@@ -13,7 +13,7 @@ use crate::gpus::Gpus;
 use crate::{
     arguments::ring::{BackendName, TransportName},
     failure::{Failure, Outcome},
-    job::Endpoint,
+    job::RankEndpoint,
 };
 
 /// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
@@ -23,19 +23,19 @@ macro_rules! with_backend {
     ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
         match $backend {
             $crate::backend::BackendChoice::Cpu => {
-                let $make = |endpoint: $crate::job::Endpoint| {
+                let $make = |endpoint: $crate::job::RankEndpoint| {
                     Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
                 };
                 $body
             }
             #[cfg(feature = "wgpu")]
             $crate::backend::BackendChoice::Wgpu(devices) => {
-                let $make = |endpoint: $crate::job::Endpoint| devices.rank(endpoint.of_host());
+                let $make = |endpoint: $crate::job::RankEndpoint| devices.rank(endpoint.of_host());
                 $body
             }
             #[cfg(feature = "cuda")]
             $crate::backend::BackendChoice::Cuda(gpus) => {
-                let $make = |endpoint: $crate::job::Endpoint| gpus.rank(endpoint);
+                let $make = |endpoint: $crate::job::RankEndpoint| gpus.rank(endpoint);
                 $body
             }
         }
@@ -137,7 +137,7 @@ impl BackendChoice {
     pub(crate) fn plan(
         &self,
         threads: usize,
-        endpoint: Endpoint,
+        endpoint: RankEndpoint,
         setup: &Setup,
         dims: Dims,
     ) -> Result<Plan> {
@@ -154,7 +154,7 @@ impl BackendChoice {
     pub(crate) fn cache(
         &self,
         threads: usize,
-        endpoint: Endpoint,
+        endpoint: RankEndpoint,
         attention: &Attention,
         runtime: &Runtime,
         shape: CacheShape,

@@ -21,7 +21,7 @@ use crate::{
     attend::AttendRun,
     backend::BackendChoice,
     failure::{Failure, Outcome, io},
-    file::Tensors,
+    file::TensorFile,
     input::Input,
     interrupt,
     job::{DEFAULT_DEADLINE, Job},
@@ -217,7 +217,7 @@ fn verify(input: &Input, output: &Path, attention: &Attention, batch: &Batch) ->
     drop(annulus_core::memory::list::<[u64; 8]>("rows of the oracle", dims.q_len + dims.kv_len)?);
     let expected = forward_rows(&problem, &rows)?;
 
-    let written = Tensors::open(output)?;
+    let written = TensorFile::open(output)?;
     let mut worst = 0.0f64;
     for (&(_, head, i), want) in rows.iter().zip(&expected) {
         let this = Runs::counting(i as i64, 1);

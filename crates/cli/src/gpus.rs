@@ -21,7 +21,7 @@ use annulus_core::{Control, OnHost, Result};
 use crate::{
     arguments::ring::TransportName,
     failure::Outcome,
-    job::{Endpoint, RankBackend},
+    job::{RankBackend, RankEndpoint},
 };
 
 /// GPUs that are visible to this process.
@@ -95,7 +95,7 @@ impl Gpus {
     ///
     /// # Ordering
     /// With NCCL, collective over the ranks.
-    pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<RankBackend<OnHost<Cuda>>> {
+    pub(crate) fn rank(&self, endpoint: RankEndpoint) -> Result<RankBackend<OnHost<Cuda>>> {
         // the abort sends the reason to the ranks that wait for this one
         let cuda = match self.of_rank(&endpoint) {
             Ok(cuda) => cuda,
@@ -112,7 +112,7 @@ impl Gpus {
                 ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), deadline)?)
             }
             #[cfg(feature = "mpi")]
-            (Link::Host, Endpoint::Process(endpoint)) => {
+            (Link::Host, RankEndpoint::Process(endpoint)) => {
                 let (rank, takes_device_memory) = cuda_rank_over_mpi(cuda, *endpoint)?;
                 let over_mpi = "over gpu-aware mpi";
                 (if takes_device_memory { over_mpi } else { staged }, rank)
@@ -125,7 +125,7 @@ impl Gpus {
     }
 
     /// Returns the GPU of a rank.
-    pub(crate) fn of_rank(&self, endpoint: &Endpoint) -> Result<Cuda> {
+    pub(crate) fn of_rank(&self, endpoint: &RankEndpoint) -> Result<Cuda> {
         let number = number(self.link, self.first, node_rank(endpoint), self.devices.count())?;
         self.devices.get(number)
     }
@@ -136,11 +136,11 @@ impl Gpus {
     }
 }
 
-fn node_rank(endpoint: &Endpoint) -> NodeRank {
+fn node_rank(endpoint: &RankEndpoint) -> NodeRank {
     match endpoint {
-        Endpoint::Thread(endpoint) => NodeRank { index: endpoint.rank(), is_thread: true },
+        RankEndpoint::Thread(endpoint) => NodeRank { index: endpoint.rank(), is_thread: true },
         #[cfg(feature = "mpi")]
-        Endpoint::Process(endpoint) => {
+        RankEndpoint::Process(endpoint) => {
             let nodes = endpoint.nodes();
             let location = nodes.locations().get(endpoint.rank());
             let index = location.map_or(0, |location| location.rank_on_node);

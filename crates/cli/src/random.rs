@@ -3,11 +3,11 @@
 
 /// Stream of the numbers of one tensor.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Stream {
+pub(crate) struct RandomStream {
     key: u64,
 }
 
-impl Stream {
+impl RandomStream {
     /// Creates the stream of the tensor `name` for `seed`.
     pub(crate) fn new(seed: u64, name: &str) -> Self {
         let name = annulus_core::Fingerprint::new().bytes(name.as_bytes()).finish();
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn numbers_are_normal_and_streams_differ() {
-        let stream = Stream::new(7, "query");
+        let stream = RandomStream::new(7, "query");
         let n = 20_000;
         let numbers: Vec<f64> = (0..n).map(|index| stream.normal(index)).collect();
         let mean = numbers.iter().sum::<f64>() / n as f64;
@@ -66,7 +66,7 @@ mod tests {
         );
         let neighbours = numbers.windows(2).map(|pair| pair[0] * pair[1]).sum::<f64>() / n as f64;
         assert!(neighbours.abs() < 0.03, "{neighbours}");
-        assert_ne!(stream.bits(0), Stream::new(8, "query").bits(0));
-        assert_ne!(stream.bits(0), Stream::new(7, "key").bits(0));
+        assert_ne!(stream.bits(0), RandomStream::new(8, "query").bits(0));
+        assert_ne!(stream.bits(0), RandomStream::new(7, "key").bits(0));
     }
 }

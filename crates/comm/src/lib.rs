@@ -13,23 +13,20 @@
 //! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
 //! | wrapper: device memory over a host transport, [`Staged`] | `staged.rs` |
-//! | wrapper: injects faults, [`Fault`] | `fault.rs` |
 //!
-//! A wrapper is a transport around a transport. Put [`Deadline`] outermost and, in tests, [`Fault`]
-//! innermost: `Deadline<Trace<Checksum<Fault<Threads>>>>`.
+//! A wrapper is a transport around a transport. Put [`Deadline`] outermost:
+//! `Deadline<Trace<Checksum<Threads>>>`. Tests inject faults by an innermost wrapper
+//! (`annulus-mock-device`).
 #![cfg_attr(not(any(feature = "mpi", feature = "cuda")), forbid(unsafe_code))]
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
 pub mod agreement;
 mod calls;
-mod cancellation;
 pub mod checksum;
 #[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
 mod cuda_gather;
 pub mod deadline;
 mod delegate;
-mod device_heartbeat;
-pub mod fault;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
@@ -52,10 +49,8 @@ pub mod trace;
 
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
 pub use calls::{Report, caught};
-pub use cancellation::Cancellation;
 pub use checksum::Checksum;
-pub use deadline::{Deadline, Silence};
-pub use fault::{Fault, Injection};
+pub use deadline::{Cancellation, Deadline, Silence};
 pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Checksum, Deadline, Fault, Staged, Threads, threads};
+use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
 use annulus_core::{
     Backend, BackwardMode, Capabilities, Channel, Control, Host, Incoming, MessageHeader, Outgoing,
     Passes, Placement, RankShard, Result, Space, Spec, Transport,
@@ -19,7 +19,7 @@ use annulus_cpu::{Cpu, Isa};
 
 use crate::{
     Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject,
-    device::{Device, MockBackend, MockSpace, Pairwise, device_ring},
+    device::{Device, Fault, MockBackend, MockSpace, Pairwise, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 

@@ -11,13 +11,13 @@ use annulus::{
     Attention, BackwardMode, Cache, CacheShape, Cpu, DType, Dims, Error, LocalRing, Result,
     Runtime,
     comm::{
-        Checksum, Fault, Injection, Trace,
+        Checksum, Trace,
         threads::{Threads, each_rank, ring},
         trace::{Event, EventKind},
     },
 };
 use annulus_conformance::{
-    device::{Device, MockBackend},
+    device::{Device, Fault, Injection, MockBackend},
     suite::{
         self,
         kv_cache::{CACHED, Decoding, Sequence, numbers, worst},

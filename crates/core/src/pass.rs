@@ -147,6 +147,27 @@ pub struct Gradients<V> {
     pub dsinks: Option<V>,
 }
 
+impl<V> Inputs<V> {
+    /// Creates a set without bias and sinks.
+    pub const fn new(q: V, k: V, v: V) -> Self {
+        Self { q, k, v, bias: None, sinks: None }
+    }
+}
+
+impl<V> Outputs<V> {
+    /// Creates a set of the output and lse alone.
+    pub const fn new(out: V, lse: V) -> Self {
+        Self { out, lse, max: None, sum: None, ties: None, out_residual: None }
+    }
+}
+
+impl<V> Gradients<V> {
+    /// Creates a set without dbias and dsinks.
+    pub const fn new(dq: V, dk: V, dv: V) -> Self {
+        Self { dq, dk, dv, dbias: None, dsinks: None }
+    }
+}
+
 /// Implements the conversions of a set of tensors: a nested set, tensors, optional tensors.
 macro_rules! tensor_set {
     ($set:ident { $($nested:ident)? } { $($field:ident)* } { $($optional:ident)* }) => {

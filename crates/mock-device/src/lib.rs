@@ -14,6 +14,7 @@
 //!   [`annulus_comm::Staged`] through host memory.
 
 mod backend;
+mod fault;
 mod kernel;
 mod memory;
 mod pairwise;
@@ -21,6 +22,7 @@ mod tensor;
 mod transport;
 
 pub use backend::{MockBackend, MockPass, MockWorkspace};
+pub use fault::{Fault, Injection};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
 pub use pairwise::{Pairwise, PairwisePass, PairwiseWorkspace};
 pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};

@@ -4,7 +4,7 @@ pub(crate) mod multiples;
 
 use std::time::Duration;
 
-use annulus_comm::{Checksum, Deadline, Fault, Staged, threads};
+use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
     Case, HostViewMemory, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
 };
@@ -69,7 +69,11 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
     RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<CudaMemory, Cuda>>> {
         let setup = |(rank, transport)| {
             let backend = make()?;
-            let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
+            let late = Checksum::new(annulus_conformance::device::Fault::random_delays(
+                transport,
+                rank as u64,
+                delay,
+            ));
             let staged =
                 Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
             let memory = CudaMemory(backend.stream().clone());

@@ -31,7 +31,7 @@ use crate::{
     stdout::say,
 };
 pub(crate) use run::AttendRun;
-pub(crate) use summary::Summary;
+pub(crate) use summary::AttendSummary;
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -41,7 +41,7 @@ const EXAMPLES: &str = "Input tensors, by name:
   cum_seqlens_q [sequences + 1]  cum_seqlens_k [sequences + 1]    integers from 0
   q_positions [b, q]  kv_positions [b, k]                         integers
   dout [b, q, h, dv]  dlse [b, h, q]                              floats, for --backward
-Output tensors: out, lse; max, sum with --unnormalized;
+OutputFile tensors: out, lse; max, sum with --unnormalized;
   dq, dk, dv, dbias, dsoftmax_aux with --backward.
 
 Examples:
@@ -239,7 +239,7 @@ impl AttendRun<'_> {
     ///
     /// # Ordering
     /// Collective over the processes of the job.
-    pub(crate) fn execute(&self, job: &mut Job, dtype: DType) -> Outcome<Summary> {
+    pub(crate) fn execute(&self, job: &mut Job, dtype: DType) -> Outcome<AttendSummary> {
         match dtype {
             DType::F64 => self.run_as::<f64>(job),
             DType::F32 => self.run_as::<f32>(job),

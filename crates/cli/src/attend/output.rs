@@ -5,7 +5,7 @@ use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
-    file::{Output, Part, Planned, of_floats},
+    file::{OutputFile, PlannedTensor, TensorPart, of_floats},
     input::Input,
 };
 
@@ -21,11 +21,12 @@ pub(super) struct Given<'a, G> {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] with `backward` if the input has no `dout`.
-pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<Planned>> {
+pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<PlannedTensor>> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
     let data = of_floats(spec.dtype);
     let sums = of_floats(spec.dtype.accumulator());
-    let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
+    let planned =
+        |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
     let rows = [batch, q_heads, q_len];
     let mut all = vec![
         planned("out", data, &[batch, q_len, q_heads, value_dim]),
@@ -55,7 +56,7 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
 
 /// Writes the arrays of a forward pass: the part of rank number `own` of this process.
 pub(super) fn write_forward<T: Element>(
-    output: &Output,
+    output: &OutputFile,
     all: &[Given<'_, Forward<T>>],
     own: usize,
 ) -> Result<()> {
@@ -72,7 +73,7 @@ pub(super) fn write_forward<T: Element>(
 /// Writes the gradients: the part of rank number `own` of this process, which has `rank` on the
 /// ring. Gradients that are equal on all ranks are written by rank 0.
 pub(super) fn write_backward<T: Element>(
-    output: &Output,
+    output: &OutputFile,
     spec: &Spec,
     all: &[Given<'_, Backward<T>>],
     own: usize,
@@ -98,14 +99,14 @@ pub(super) fn write_backward<T: Element>(
 /// Writes one tensor: the part of rank number `own`. `array` returns the rows and values of a rank,
 /// or `None` if there are none.
 fn write<'a, G, T: Element, D: Dimension + 'a>(
-    output: &Output,
+    output: &OutputFile,
     name: &str,
     axis: usize,
     own: usize,
     all: &'a [Given<'a, G>],
     array: impl Fn(&'a Given<'a, G>) -> Option<(&'a Runs, &'a Array<T, D>)>,
 ) -> Result<()> {
-    let part = |(rows, array)| Ok(Part { rows, values: dense(name, array)? });
+    let part = |(rows, array)| Ok(TensorPart { rows, values: dense(name, array)? });
     let parts = all.iter().filter_map(array).map(part).collect::<Result<Vec<_>>>()?;
     if parts.is_empty() { Ok(()) } else { output.write_rows(name, axis, &parts, own) }
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use annulus::{Backward, Forward, Plan, Report, comm::trace::TraceLog};
 use annulus_core::{Batch, Element, Result, Strategy};
 
-use super::{output::Given, summary::RankFigures};
+use super::{output::Given, summary::AttendFigures};
 use crate::{
     failure::Outcome,
     input::{OutputGradients, Share},
@@ -20,7 +20,7 @@ pub(super) struct PlannedRank {
 }
 
 /// Rank after the phase read.
-pub(super) struct Rank<T: Element> {
+pub(super) struct AttendRank<T: Element> {
     pub(super) plan: Plan,
     pub(super) log: TraceLog,
     pub(super) batch: Batch,
@@ -31,7 +31,7 @@ pub(super) struct Rank<T: Element> {
     pub(super) reports: Vec<Report>,
 }
 
-impl<T: Element> Rank<T> {
+impl<T: Element> AttendRank<T> {
     /// Updates the plan with the masks, ids and positions of the batch.
     pub(super) fn update(&mut self) -> Result<()> {
         let batch = std::mem::take(&mut self.batch);
@@ -68,7 +68,7 @@ impl<T: Element> Rank<T> {
 }
 
 /// Counts the visible pairs of each rank, for inputs without a dense mask.
-pub(super) fn count_pairs<T: Element>(ranks: &mut [Rank<T>]) {
+pub(super) fn count_pairs<T: Element>(ranks: &mut [AttendRank<T>]) {
     // in a ring one computation serves all ranks: each plan has the positions and ids of all rows
     let is_ring = ranks.first().is_some_and(|rank| rank.plan.strategy() == Strategy::Ring);
     let work = ranks.first().filter(|_| is_ring).map(|rank| rank.plan.work().0);
@@ -86,29 +86,29 @@ pub(super) fn count_pairs<T: Element>(ranks: &mut [Rank<T>]) {
 /// All-gathers the figures of every rank, by rank.
 pub(super) fn gather_figures<T: Element>(
     job: &mut Job,
-    ranks: &[Rank<T>],
-) -> Outcome<Vec<RankFigures>> {
+    ranks: &[AttendRank<T>],
+) -> Outcome<Vec<AttendFigures>> {
     // the peak is that of the process, so of all its ranks together
     let peak = peak_bytes();
-    let mine: Vec<RankFigures> = ranks
+    let mine: Vec<AttendFigures> = ranks
         .iter()
-        .map(|rank| RankFigures { pairs: rank.pairs, peak, reports: rank.reports.clone() })
+        .map(|rank| AttendFigures { pairs: rank.pairs, peak, reports: rank.reports.clone() })
         .collect();
-    let numbers: Vec<f64> = mine.iter().flat_map(RankFigures::numbers).collect();
+    let numbers: Vec<f64> = mine.iter().flat_map(AttendFigures::numbers).collect();
     let all = job.all_gather_numbers(&numbers)?.concat();
-    Ok(all.chunks(numbers.len() / mine.len().max(1)).map(RankFigures::of_numbers).collect())
+    Ok(all.chunks(numbers.len() / mine.len().max(1)).map(AttendFigures::of_numbers).collect())
 }
 
 /// Writes the arrays `given` of this process's ranks. Each rank calls `write(all, own, rank)` with
 /// the arrays of all ranks of the process, its index among them and its rank.
 pub(super) fn write<T: Element, G: Sync>(
     job: &mut Job,
-    ranks: &[Rank<T>],
+    ranks: &[AttendRank<T>],
     given: &[G],
     write: impl Fn(&[Given<'_, G>], usize, usize) -> Result<()> + Sync,
 ) -> Outcome {
     let of_rank = |(rank, arrays): (_, _)| {
-        let rank: &Rank<T> = rank;
+        let rank: &AttendRank<T> = rank;
         Given { q_rows: rank.plan.q_rows(), kv_rows: rank.plan.kv_rows(), arrays }
     };
     let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();

@@ -14,14 +14,14 @@ use annulus_core::{Backend, Control, Element, HostTensors, Result, Rows, Side, S
 use super::{
     output::{planned, write_backward, write_forward},
     progress::Progress,
-    ranks::{self, PlannedRank, Rank},
+    ranks::{self, AttendRank, PlannedRank},
     shared_output,
-    summary::{Pass, RankFigures, Summary},
+    summary::{AttendFigures, AttendSummary, PassSummary},
 };
 use crate::{
     backend::{BackendChoice, with_backend},
     failure::{Failure, Outcome},
-    file::{self, Output},
+    file::{self, OutputFile},
     input::Input,
     job::{Job, RankBackend},
     memory, message, pairs,
@@ -57,7 +57,7 @@ impl AttendRun<'_> {
     ///
     /// # Ordering
     /// Collective over the processes of the job.
-    pub(super) fn run_as<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
+    pub(super) fn run_as<T: Element>(&self, job: &mut Job) -> Outcome<AttendSummary> {
         let progress = if job.is_leader() && !self.quiet {
             Progress::on_terminal()
         } else {
@@ -68,7 +68,7 @@ impl AttendRun<'_> {
         summary
     }
 
-    fn phases<T: Element>(&self, job: &mut Job, progress: &Progress) -> Outcome<Summary> {
+    fn phases<T: Element>(&self, job: &mut Job, progress: &Progress) -> Outcome<AttendSummary> {
         let fields = Descriptor::new()
             .field("backward", self.backward.into())
             .field("trace", self.trace.is_some().into());
@@ -99,7 +99,7 @@ impl AttendRun<'_> {
         let run = traces.is_some().then(|| RunId::agree(job)).transpose()?;
         // an error before this leaves no output, an error after it keeps the output
         shared_output::finish(job, output)?;
-        let bytes = tensors.iter().map(file::Planned::bytes).sum();
+        let bytes = tensors.iter().map(file::PlannedTensor::bytes).sum();
         let plan = ranks.first().map(|rank| &rank.plan);
         let mut summary = self.summary(job.ranks(), plan, T::DTYPE.name(), &figures, start, bytes);
         if let (Some(traces), Some(run)) = (traces, run) {
@@ -116,7 +116,7 @@ impl AttendRun<'_> {
         progress: &Progress,
         spec: &Spec,
         planned: Vec<PlannedRank>,
-    ) -> Outcome<Vec<Rank<T>>> {
+    ) -> Outcome<Vec<AttendRank<T>>> {
         progress.phase("read", 0);
         let all = job.ranks();
         let mut ranks = job.run_local_phase(planned, |_, rank| self.read::<T>(spec, all, rank))?;
@@ -135,8 +135,8 @@ impl AttendRun<'_> {
         &self,
         job: &mut Job,
         progress: &Progress,
-        ranks: &mut [Rank<T>],
-        output: &Output,
+        ranks: &mut [AttendRank<T>],
+        output: &OutputFile,
         spec: &Spec,
     ) -> Outcome {
         // counted after the update, because segment ids and positions may change the schedule
@@ -177,7 +177,7 @@ impl AttendRun<'_> {
     }
 
     /// Returns the definition and the tensors of the output.
-    fn prepare(&self) -> Result<(Spec, Vec<file::Planned>)> {
+    fn prepare(&self) -> Result<(Spec, Vec<file::PlannedTensor>)> {
         let named = |error| self.input.named(error);
         let spec = self.setup.spec(self.input.dims).map_err(named)?;
         let tensors = planned(&spec, self.input, self.backward).map_err(named)?;
@@ -213,7 +213,12 @@ impl AttendRun<'_> {
 
     /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
     /// later phases have no dense mask.
-    fn read<T: Element>(&self, spec: &Spec, ranks: usize, rank: PlannedRank) -> Result<Rank<T>> {
+    fn read<T: Element>(
+        &self,
+        spec: &Spec,
+        ranks: usize,
+        rank: PlannedRank,
+    ) -> Result<AttendRank<T>> {
         let PlannedRank { plan, log } = rank;
         let begin = Instant::now();
         let named = |error| self.input.named(error);
@@ -237,7 +242,7 @@ impl AttendRun<'_> {
             );
             pairs = pairs::visible_under(dense, spec, &pairs::rows(&queries)?, &keys);
         }
-        Ok(Rank { plan, log, batch, share, pairs, reports: Vec::new() })
+        Ok(AttendRank { plan, log, batch, share, pairs, reports: Vec::new() })
     }
 
     fn summary(
@@ -245,15 +250,15 @@ impl AttendRun<'_> {
         count: usize,
         plan: Option<&Plan>,
         dtype: &'static str,
-        figures: &[RankFigures],
+        figures: &[AttendFigures],
         start: Instant,
         bytes: u64,
-    ) -> Summary {
+    ) -> AttendSummary {
         // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
         let per_pair = 2.0 * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
         let (layout, route) =
             plan.map_or(("no", "no"), |plan| (plan.layout().name(), plan.route().name()));
-        Summary {
+        AttendSummary {
             ranks: count,
             threads: self.threads,
             backend: self.backend.description(),
@@ -266,7 +271,7 @@ impl AttendRun<'_> {
                 .into_iter()
                 .enumerate()
                 .take(1 + usize::from(self.backward))
-                .map(|(index, (name, flops))| Pass::new(name, index, flops, figures))
+                .map(|(index, (name, flops))| PassSummary::new(name, index, flops, figures))
                 .collect(),
             seconds: start.elapsed().as_secs_f64(),
             peak: figures.iter().filter_map(|rank| rank.peak).max(),

@@ -7,7 +7,7 @@ use annulus_core::Fingerprint;
 
 use crate::{
     failure::{Failure, Outcome},
-    file::{Output, Planned},
+    file::{OutputFile, PlannedTensor},
     job::Job,
 };
 
@@ -15,17 +15,18 @@ use crate::{
 ///
 /// # Ordering
 /// Collective over the processes of the job.
-pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[Planned]) -> Outcome<Output> {
+pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[PlannedTensor]) -> Outcome<OutputFile> {
     // paths of its folder may differ between nodes
     let name = target.file_name().unwrap_or_default();
     let name = Fingerprint::new().bytes(name.as_bytes()).finish();
     job.require_same(Descriptor::new().field_as("output", name, target.display()))?;
-    let made = if job.is_leader() { Output::create(target, tensors).map(Some) } else { Ok(None) };
+    let made =
+        if job.is_leader() { OutputFile::create(target, tensors).map(Some) } else { Ok(None) };
     let made = job.agree(made.map_err(Failure::from))?;
-    let mine = made.as_ref().map(Output::temporary_name).unwrap_or_default();
+    let mine = made.as_ref().map(OutputFile::temporary_name).unwrap_or_default();
     let names = job.all_gather(mine.as_bytes())?;
     let name = OsStr::from_bytes(names.first().map_or(&[], Vec::as_slice));
-    let opened = made.map_or_else(|| Output::join(target, tensors, name), Ok);
+    let opened = made.map_or_else(|| OutputFile::join(target, tensors, name), Ok);
     job.agree(opened.map_err(Failure::from))
 }
 
@@ -33,7 +34,7 @@ pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[Planned]) -> Outcome
 ///
 /// # Ordering
 /// Collective over the processes of the job.
-pub(crate) fn finish(job: &mut Job, output: Output) -> Outcome {
+pub(crate) fn finish(job: &mut Job, output: OutputFile) -> Outcome {
     job.run_local_phase([&output], |_, output| output.sync())?;
     if job.is_leader() {
         let finished = output.finish();

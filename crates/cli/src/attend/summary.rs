@@ -11,7 +11,7 @@ use crate::{
 
 /// Figures of one rank.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct RankFigures {
+pub(super) struct AttendFigures {
     /// Visible pairs of its queries, all heads and batch rows.
     pub(super) pairs: f64,
     /// Peak memory of its process, in bytes.
@@ -22,7 +22,7 @@ pub(super) struct RankFigures {
 
 /// Figures of one pass of all ranks.
 #[derive(Debug, Clone)]
-pub(crate) struct Pass {
+pub(crate) struct PassSummary {
     name: &'static str,
     /// Floating-point operations of all ranks.
     flops: f64,
@@ -34,7 +34,7 @@ pub(crate) struct Pass {
 
 /// Figures of the whole run.
 #[derive(Debug)]
-pub(crate) struct Summary {
+pub(crate) struct AttendSummary {
     /// Ranks of the ring.
     pub(super) ranks: usize,
     /// Threads per rank.
@@ -52,7 +52,7 @@ pub(crate) struct Summary {
     /// Visible pairs, all heads and batch rows.
     pub(super) pairs: f64,
     /// Forward pass and, if there was one, backward pass.
-    pub(super) passes: Vec<Pass>,
+    pub(super) passes: Vec<PassSummary>,
     /// Seconds from the start of the plan to the completed output file.
     pub(super) seconds: f64,
     /// Largest peak memory of a process, in bytes.
@@ -65,7 +65,7 @@ pub(crate) struct Summary {
     pub(crate) untraced: Option<Failure>,
 }
 
-impl RankFigures {
+impl AttendFigures {
     /// Encodes the figures as numbers for an all-gather.
     pub(super) fn numbers(&self) -> Vec<f64> {
         let of_report = |report: &Report| {
@@ -81,7 +81,7 @@ impl RankFigures {
         numbers
     }
 
-    /// Decodes [`RankFigures::numbers`]. Counts are exact up to 2⁵³.
+    /// Decodes [`AttendFigures::numbers`]. Counts are exact up to 2⁵³.
     pub(super) fn of_numbers(numbers: &[f64]) -> Self {
         let of_numbers = |&[seconds, waiting_seconds, sent, predicted]: &[f64; 4]| {
             let mut report = Report::default();
@@ -98,16 +98,16 @@ impl RankFigures {
     }
 }
 
-impl Pass {
+impl PassSummary {
     /// Collects the figures of pass number `index` from those of all ranks.
     pub(super) fn new(
         name: &'static str,
         index: usize,
         flops_per_pair: f64,
-        ranks: &[RankFigures],
+        ranks: &[AttendFigures],
     ) -> Self {
         let of_rank =
-            |rank: &RankFigures| Some((*rank.reports.get(index)?, flops_per_pair * rank.pairs));
+            |rank: &AttendFigures| Some((*rank.reports.get(index)?, flops_per_pair * rank.pairs));
         let (reports, flops): (Vec<Report>, Vec<f64>) = ranks.iter().filter_map(of_rank).unzip();
         let rates = reports
             .iter()
@@ -188,7 +188,7 @@ impl Pass {
     }
 }
 
-impl Summary {
+impl AttendSummary {
     /// Prints the summary as text.
     pub(crate) fn print(&self) {
         let Self { backend, strategy, layout, route, dtype, .. } = self;
@@ -204,7 +204,7 @@ impl Summary {
             "{ranks} of {threads}, {backend}, {strategy}{layout} layout, {route} route, {dtype}, \
              {pairs}"
         );
-        self.passes.iter().for_each(Pass::print);
+        self.passes.iter().for_each(PassSummary::print);
         let memory =
             self.peak.map(|peak| format!(", peak memory {}", bytes(peak))).unwrap_or_default();
         say!(
@@ -226,7 +226,7 @@ impl Summary {
             "route": self.route,
             "dtype": self.dtype,
             "visible_pairs": self.pairs,
-            "passes": self.passes.iter().map(Pass::json).collect::<Vec<_>>(),
+            "passes": self.passes.iter().map(PassSummary::json).collect::<Vec<_>>(),
             "seconds": self.seconds,
             "peak_bytes": self.peak,
             "output": self.output,
@@ -284,8 +284,8 @@ mod tests {
         for (peak, reports) in
             [(None, vec![report]), (Some(3 << 33), vec![report, Report::default()])]
         {
-            let figures = RankFigures { pairs: 1e15, peak, reports };
-            assert_eq!(RankFigures::of_numbers(&figures.numbers()), figures);
+            let figures = AttendFigures { pairs: 1e15, peak, reports };
+            assert_eq!(AttendFigures::of_numbers(&figures.numbers()), figures);
         }
     }
 

@@ -17,7 +17,7 @@ use crate::{
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
     memory, pairs,
-    random::Stream,
+    random::RandomStream,
     stdout::say,
 };
 
@@ -232,7 +232,7 @@ impl<T: Element> BenchRank<T> {
     /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
     fn new(plan: Plan, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
-            let stream = Stream::new(0, name);
+            let stream = RandomStream::new(0, name);
             let rows: Vec<i64> =
                 annulus_core::memory::collect(name, index(rows.len()), rows.iter())?;
             let width = (heads * dim) as u64;

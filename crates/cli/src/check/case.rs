@@ -10,7 +10,7 @@ use ndarray::Dimension;
 use crate::{
     arguments::values::LayoutName,
     backend::{BackendChoice, with_backend},
-    job::Endpoint,
+    job::RankEndpoint,
 };
 
 /// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
@@ -129,7 +129,7 @@ impl Loaded {
         let mut plan = with_backend!(backend, ring.threads, make => {
             let dims = self.case.spec.dims;
             LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
-                let (backend, transport) = make(Endpoint::Thread(Box::new(endpoint)))?;
+                let (backend, transport) = make(RankEndpoint::Thread(Box::new(endpoint)))?;
                 Plan::with_backend(setup, dims, backend, transport)
             })
         })?;

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     backend::BackendChoice,
     failure::{Failure, Outcome},
-    job::{Endpoint, Job},
+    job::{Job, RankEndpoint},
 };
 
 /// Verdict of one rank as a message. Numbers are encoded as bits, because JSON has no NaN.
@@ -87,7 +87,7 @@ fn judge(
     let loaded = Loaded::read(index, unit.number, unit.dtype);
     // created even if the case could not be read: dropping it tells the other ranks to stop
     // waiting
-    let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
+    let endpoint = RankEndpoint::Process(Box::new(group.ring(settings.clone())?));
     let Loaded { case, expected } = loaded?;
     let mut plan = backend.plan(1, endpoint, &ring.setup(&case)?, case.spec.dims)?;
     let mut wrong = Vec::new();

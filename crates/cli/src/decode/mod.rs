@@ -24,20 +24,20 @@ use crate::{
     attend::shared_output,
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
-    file::{Part, Planned, of_floats},
+    file::{PlannedTensor, TensorPart, of_floats},
     input::Input,
     job::Job,
     memory, message,
     stdout::say,
 };
-use rank::{Decoded, Rank, Steps};
-use summary::Summary;
+use rank::{DecodeRank, DecodeSteps, Decoded};
+use summary::DecodeSummary;
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
   softmax_aux [sinks] or [h, sinks]                               floats
 Queries are those of the last q rows: the first k - q rows are cached without queries.
-Output tensors: out, lse, of all queries.
+OutputFile tensors: out, lse, of all queries.
 
 Examples:
   annulus make --output tokens.safetensors --q-len 4096 --heads 8 --kv-heads 2
@@ -167,7 +167,7 @@ impl DecodeFlags {
     }
 
     /// Returns the rows of each call.
-    fn steps(&self, input: &Input) -> Outcome<Steps> {
+    fn steps(&self, input: &Input) -> Outcome<DecodeSteps> {
         let (q_len, kv_len) = (input.dims.q_len, input.dims.kv_len);
         let Some(without_queries) = kv_len.checked_sub(q_len) else {
             let want = format!("at most the {kv_len} rows of key");
@@ -183,7 +183,11 @@ impl DecodeFlags {
         let chunks: Vec<Range<usize>> = chunks.collect();
         let prefills = chunks.len();
         let tokens = (prefill..kv_len).map(|row| row..row + 1);
-        Ok(Steps { rows: chunks.into_iter().chain(tokens).collect(), prefills, without_queries })
+        Ok(DecodeSteps {
+            rows: chunks.into_iter().chain(tokens).collect(),
+            prefills,
+            without_queries,
+        })
     }
 
     fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
@@ -239,7 +243,7 @@ fn check_tensors(input: &Input) -> Outcome {
 struct Decoding<'a> {
     flags: &'a DecodeFlags,
     input: &'a Input,
-    steps: Steps,
+    steps: DecodeSteps,
     sinks: Option<SinkShape>,
     backend: BackendChoice,
     /// Threads of each rank on the CPU.
@@ -247,7 +251,7 @@ struct Decoding<'a> {
 }
 
 impl Decoding<'_> {
-    fn run<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
+    fn run<T: Element>(&self, job: &mut Job) -> Outcome<DecodeSummary> {
         let Self { flags, input, steps, backend, .. } = self;
         let dims = input.dims;
         let start = job.synchronized_now()?;
@@ -259,7 +263,8 @@ impl Decoding<'_> {
             memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
         });
         job.agree(prepared.map_err(Failure::from))?;
-        let planned = |name, dtype, shape: &[usize]| Planned { name, dtype, shape: shape.to_vec() };
+        let planned =
+            |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
         let sums = of_floats(T::DTYPE.accumulator());
         let tensors = [
             planned(
@@ -279,32 +284,32 @@ impl Decoding<'_> {
         let endpoints = job.endpoints()?;
         let ranks = job.run_phase(endpoints, |rank, endpoint| {
             let cache = backend.cache(self.threads, endpoint, &attention, &runtime, shape)?;
-            Rank::new(cache, rank == 0, &dims)
+            DecodeRank::new(cache, rank == 0, &dims)
         })?;
-        let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: Rank<T>| {
+        let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: DecodeRank<T>| {
             rank.decode(input, steps, self.sinks).map_err(|error| input.named(error))
         })?;
 
         let all = Runs::counting(0, dims.q_len as u64);
         job.run_local_phase(&ranks, |_, rank| {
             let Some((out, lse)) = rank.results() else { return Ok(()) };
-            output.write_rows("out", 1, &[Part { rows: &all, values: out }], 0)?;
-            output.write_rows("lse", 2, &[Part { rows: &all, values: lse }], 0)
+            output.write_rows("out", 1, &[TensorPart { rows: &all, values: out }], 0)?;
+            output.write_rows("lse", 2, &[TensorPart { rows: &all, values: lse }], 0)
         })?;
         let numbers: Vec<f64> = ranks.iter().flat_map(|rank| rank.figures.numbers()).collect();
         let gathered = job.all_gather_numbers(&numbers)?.concat();
         shared_output::finish(job, output)?;
-        Ok(Summary {
+        Ok(DecodeSummary {
             threads: self.threads,
             backend: backend.name(),
             dtype: T::DTYPE.name(),
             rows: dims.kv_len,
             page_rows: ranks.first().map_or(0, |rank| rank.page_rows),
             prefill_rows: steps.rows[..steps.prefills].iter().map(ExactSizeIterator::len).sum(),
-            ranks: summary::RankFigures::of_numbers(&gathered),
+            ranks: summary::DecodeFigures::of_numbers(&gathered),
             seconds: start.elapsed().as_secs_f64(),
             output: message::path(&flags.output),
-            output_bytes: tensors.iter().map(Planned::bytes).sum(),
+            output_bytes: tensors.iter().map(PlannedTensor::bytes).sum(),
         })
     }
 }

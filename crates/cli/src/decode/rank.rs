@@ -6,11 +6,11 @@ use annulus::{Cache, Forward};
 use annulus_core::{Dims, Element, Error, Result, SinkShape, memory};
 use ndarray::{Array4, Axis, Slice};
 
-use super::{rows_from, shifted, summary::RankFigures};
+use super::{rows_from, shifted, summary::DecodeFigures};
 use crate::input::{Input, Share};
 
 /// Rows of the calls of a decoding.
-pub(super) struct Steps {
+pub(super) struct DecodeSteps {
     /// Rows of keys that each call appends.
     pub(super) rows: Vec<Range<usize>>,
     /// Number of calls of the prefill, which come first.
@@ -20,7 +20,7 @@ pub(super) struct Steps {
 }
 
 /// One rank.
-pub(super) struct Rank<T: Element> {
+pub(super) struct DecodeRank<T: Element> {
     cache: Cache,
     decoded: Decoded<T>,
 }
@@ -28,29 +28,29 @@ pub(super) struct Rank<T: Element> {
 /// Results and figures of a decoding on one rank.
 pub(super) struct Decoded<T: Element> {
     /// Results of all queries, on rank 0.
-    results: Option<Results<T>>,
+    results: Option<DecodeResults<T>>,
     pub(super) page_rows: u64,
-    pub(super) figures: RankFigures,
+    pub(super) figures: DecodeFigures,
 }
 
-struct Results<T: Element> {
+struct DecodeResults<T: Element> {
     out: Array4<T>,
     /// `[batch, heads, queries, 1]`.
     lse: Array4<T::Accumulator>,
 }
 
-impl<T: Element> Rank<T> {
+impl<T: Element> DecodeRank<T> {
     /// Wraps an empty cache.
     pub(super) fn new(cache: Cache, keeps_results: bool, dims: &Dims) -> Result<Self> {
         let &Dims { batch, q_len, q_heads, value_dim, .. } = dims;
         let results = keeps_results.then(|| {
-            Ok(Results {
+            Ok(DecodeResults {
                 out: zeros("out", [batch, q_len, q_heads, value_dim])?,
                 lse: zeros("lse", [batch, q_heads, q_len, 1])?,
             })
         });
         let page_rows = cache.page_rows();
-        let figures = RankFigures::default();
+        let figures = DecodeFigures::default();
         let decoded = Decoded { results: results.transpose()?, page_rows, figures };
         Ok(Self { cache, decoded })
     }
@@ -62,7 +62,7 @@ impl<T: Element> Rank<T> {
     pub(super) fn decode(
         mut self,
         input: &Input,
-        steps: &Steps,
+        steps: &DecodeSteps,
         sinks: Option<SinkShape>,
     ) -> Result<Decoded<T>> {
         for (number, rows) in steps.rows.iter().enumerate() {
@@ -98,7 +98,7 @@ impl<T: Element> Rank<T> {
     fn append(
         &mut self,
         input: &Input,
-        steps: &Steps,
+        steps: &DecodeSteps,
         rows: &Range<usize>,
         sinks: Option<SinkShape>,
     ) -> Result<Share<T>> {
@@ -127,7 +127,7 @@ impl<T: Element> Decoded<T> {
 
     /// Returns out and lse of all queries, on rank 0.
     pub(super) fn results(&self) -> Option<(&[T], &[T::Accumulator])> {
-        let Results { out, lse } = self.results.as_ref()?;
+        let DecodeResults { out, lse } = self.results.as_ref()?;
         Some((out.as_slice()?, lse.as_slice()?))
     }
 }

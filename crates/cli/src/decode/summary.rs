@@ -9,7 +9,7 @@ use crate::{
 
 /// Calls of one rank of the same kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Calls {
+pub(super) struct CallFigures {
     count: u64,
     seconds: f64,
     /// Payload bytes sent in all calls, and in those with the least and the most.
@@ -22,9 +22,9 @@ pub(super) struct Calls {
 
 /// Figures of one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct RankFigures {
-    pub(super) prefill: Calls,
-    pub(super) tokens: Calls,
+pub(super) struct DecodeFigures {
+    pub(super) prefill: CallFigures,
+    pub(super) tokens: CallFigures,
     /// Cached rows.
     pub(super) rows: u64,
     /// Bytes of keys, values and message buffers.
@@ -33,7 +33,7 @@ pub(super) struct RankFigures {
 
 /// Figures of the whole run.
 #[derive(Debug)]
-pub(super) struct Summary {
+pub(super) struct DecodeSummary {
     /// Threads of each rank.
     pub(super) threads: usize,
     /// Name of the backend.
@@ -47,7 +47,7 @@ pub(super) struct Summary {
     /// Rows of the prefill.
     pub(super) prefill_rows: usize,
     /// Figures by rank.
-    pub(super) ranks: Vec<RankFigures>,
+    pub(super) ranks: Vec<DecodeFigures>,
     /// Seconds from the start to the completed output file.
     pub(super) seconds: f64,
     /// Path of the output file.
@@ -56,7 +56,7 @@ pub(super) struct Summary {
     pub(super) output_bytes: u64,
 }
 
-impl Calls {
+impl CallFigures {
     /// Adds a call with the payload bytes sent and predicted.
     pub(super) fn add(&mut self, seconds: f64, [sent, predicted]: [u64; 2]) {
         self.least_sent = if self.count == 0 { sent } else { self.least_sent.min(sent) };
@@ -81,7 +81,7 @@ impl Calls {
     }
 }
 
-impl RankFigures {
+impl DecodeFigures {
     /// Numbers of one rank.
     const NUMBERS: usize = 14;
 
@@ -94,13 +94,13 @@ impl RankFigures {
         numbers
     }
 
-    /// Decodes [`RankFigures::numbers`] of all ranks. Counts are exact up to 2⁵³.
+    /// Decodes [`DecodeFigures::numbers`] of all ranks. Counts are exact up to 2⁵³.
     pub(super) fn of_numbers(all: &[f64]) -> Vec<Self> {
         let of_rank = |numbers: &[f64; Self::NUMBERS]| {
             let calls = numbers.as_chunks::<6>().0;
             Self {
-                prefill: Calls::of_numbers(&calls[0]),
-                tokens: Calls::of_numbers(&calls[1]),
+                prefill: CallFigures::of_numbers(&calls[0]),
+                tokens: CallFigures::of_numbers(&calls[1]),
                 rows: numbers[12] as u64,
                 buffer_bytes: numbers[13] as u64,
             }
@@ -122,9 +122,9 @@ struct Total {
 }
 
 impl Total {
-    fn of(ranks: &[RankFigures], calls: impl Fn(&RankFigures) -> Calls) -> Self {
-        let all: Vec<Calls> = ranks.iter().map(calls).collect();
-        let sum = |of: fn(&Calls) -> u64| all.iter().map(of).sum();
+    fn of(ranks: &[DecodeFigures], calls: impl Fn(&DecodeFigures) -> CallFigures) -> Self {
+        let all: Vec<CallFigures> = ranks.iter().map(calls).collect();
+        let sum = |of: fn(&CallFigures) -> u64| all.iter().map(of).sum();
         Self {
             count: all.first().map_or(0, |calls| calls.count),
             seconds: all.iter().map(|calls| calls.seconds).fold(0.0, f64::max),
@@ -148,7 +148,7 @@ impl Total {
     }
 }
 
-impl Summary {
+impl DecodeSummary {
     fn totals(&self) -> [Total; 2] {
         let ranks = &self.ranks;
         [Total::of(ranks, |rank| rank.prefill), Total::of(ranks, |rank| rank.tokens)]
@@ -193,7 +193,7 @@ impl Summary {
     pub(super) fn json(&self) -> String {
         let [prefill, tokens] = self.totals();
         let of_rank =
-            |rank: &RankFigures| json!({ "rows": rank.rows, "buffer_bytes": rank.buffer_bytes });
+            |rank: &DecodeFigures| json!({ "rows": rank.rows, "buffer_bytes": rank.buffer_bytes });
         let mut of_tokens = tokens.json();
         let [least, most] = tokens.of_a_call;
         of_tokens["seconds_per_token"] = json!(tokens.seconds_of_a_call());
@@ -224,12 +224,13 @@ mod tests {
 
     #[test]
     fn figures_are_encoded_and_decoded_without_loss() {
-        let mut first = RankFigures { rows: 7, buffer_bytes: 1 << 40, ..RankFigures::default() };
+        let mut first =
+            DecodeFigures { rows: 7, buffer_bytes: 1 << 40, ..DecodeFigures::default() };
         first.prefill.add(0.5, [3, 3]);
         [[9, 9], [7, 8]].into_iter().for_each(|bytes| first.tokens.add(0.25, bytes));
-        let second = RankFigures { tokens: first.prefill, ..first };
+        let second = DecodeFigures { tokens: first.prefill, ..first };
         let numbers = [first.numbers(), second.numbers()].concat();
-        assert_eq!(RankFigures::of_numbers(&numbers), [first, second]);
+        assert_eq!(DecodeFigures::of_numbers(&numbers), [first, second]);
         let tokens = Total::of(&[first, first], |rank| rank.tokens);
         assert_eq!((tokens.of_a_call, tokens.sent, tokens.predicted), ([14, 18], 32, 34));
         assert_eq!((tokens.count, tokens.seconds_of_a_call()), (2, 0.25));

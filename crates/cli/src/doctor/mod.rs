@@ -1,7 +1,6 @@
 //! `annulus doctor`: lists the features of this build, the devices and cores of this machine, and
 //! the limits of each process.
 
-mod distinct;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod process;
@@ -109,7 +108,7 @@ fn print(job: &Job, isa: Option<Isa>, of_ranks: &[Vec<u8>], json: bool) -> Outco
     let _: &Job = job;
     let decode = |bytes: &Vec<u8>| serde_json::from_slice(bytes).unwrap_or_default();
     let of_ranks: Vec<Vec<process::Finding>> = of_ranks.iter().map(decode).collect();
-    distinct::distinct(&of_ranks).iter().for_each(|(name, what)| findings.line(name, what));
+    process::distinct(&of_ranks).iter().for_each(|(name, what)| findings.line(name, what));
     findings.print(json);
     Ok(())
 }

@@ -16,7 +16,7 @@ use std::{
 
 use annulus_core::Result;
 
-use self::staged::{Staged, Target};
+use self::staged::{FileTarget, StagedFile};
 use crate::failure::io;
 
 mod dtype;
@@ -26,12 +26,12 @@ mod staged;
 mod write;
 
 pub(crate) use dtype::{element_bytes, float, of_floats};
-pub(crate) use read::Tensors;
-pub(crate) use write::{Output, Part, Planned};
+pub(crate) use read::TensorFile;
+pub(crate) use write::{OutputFile, PlannedTensor, TensorPart};
 
-/// Text output under construction. If it is dropped before [`Document::finish`], no file is left.
+/// Text output under construction. If it is dropped before [`TextDocument::finish`], no file is left.
 #[derive(Debug)]
-pub(crate) struct Document {
+pub(crate) struct TextDocument {
     /// Path as the user wrote it, for messages.
     named: PathBuf,
     sink: Sink,
@@ -40,22 +40,22 @@ pub(crate) struct Document {
 /// Opened destination of a text.
 #[derive(Debug)]
 enum Sink {
-    File(Staged),
+    File(StagedFile),
     Stream(File),
     Stdout,
 }
 
-impl Document {
+impl TextDocument {
     /// Opens the destination, so that an error is found before the text is computed.
     ///
     /// # Errors
     /// [`annulus_core::Error::Io`] if the folder is missing or not writable, or the file is not
     /// writable.
     pub(crate) fn create(named: &Path) -> Result<Self> {
-        let sink = match Target::of(named)? {
-            Target::File(target) => Sink::File(Staged::create_for(named, target)?),
-            Target::Stdout => Sink::Stdout,
-            Target::Stream(_) => {
+        let sink = match FileTarget::of(named)? {
+            FileTarget::File(target) => Sink::File(StagedFile::create_for(named, target)?),
+            FileTarget::Stdout => Sink::Stdout,
+            FileTarget::Stream(_) => {
                 let opened = File::options().write(true).open(named);
                 Sink::Stream(opened.map_err(|error| io(named, error))?)
             }
@@ -86,12 +86,12 @@ impl Document {
 
 /// True if a path names standard output, such as `/dev/stdout`.
 pub(crate) fn is_standard_output(named: &Path) -> bool {
-    matches!(Target::of(named), Ok(Target::Stdout))
+    matches!(FileTarget::of(named), Ok(FileTarget::Stdout))
 }
 
 /// Writes a text file or a stream.
 pub(crate) fn write_text(named: &Path, text: &str) -> Result<()> {
-    Document::create(named)?.finish(text.as_bytes())
+    TextDocument::create(named)?.finish(text.as_bytes())
 }
 
 /// Opens a regular file. Pipes, devices, sockets and folders are refused before they are opened:

@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{
     dtype, open_regular,
-    rows::{StridedRows, for_each_strided},
+    rows::{StridedElements, for_each_strided},
 };
 use crate::{
     failure::{io, of_file},
@@ -32,7 +32,7 @@ const MOST_HEADER_BYTES: u64 = 100_000_000;
 
 /// Open safetensors file. Ranks share it, because all reads are positioned.
 #[derive(Debug)]
-pub(crate) struct Tensors {
+pub(crate) struct TensorFile {
     path: PathBuf,
     file: File,
     metadata: Metadata,
@@ -40,7 +40,7 @@ pub(crate) struct Tensors {
     start: u64,
 }
 
-impl Tensors {
+impl TensorFile {
     /// Opens a file and checks its header: the ranges of the tensors cover its data without gaps,
     /// and the bytes of each match its shape.
     ///
@@ -156,7 +156,7 @@ impl Tensors {
             .ok_or_else(|| self.invalid(name, entry.dtype, "a float dtype"))?;
         let mut values = memory::zeroed::<T>(name, local_elements(entry, axis, rows))?;
         let mut rest = &mut values[..];
-        let mut scratch = Scratch::default();
+        let mut scratch = ReadScratch::default();
         for_each_strided(&entry.shape, axis, rows, |strided| {
             let (into, after) = std::mem::take(&mut rest).split_at_mut(strided.elements());
             rest = after;
@@ -201,7 +201,7 @@ impl Tensors {
             .ok_or_else(|| self.invalid(name, "a number of 2^63 or more", "numbers below 2^63"))
     }
 
-    /// As [`Tensors::integers`], for numbers of 32 bits.
+    /// As [`TensorFile::integers`], for numbers of 32 bits.
     pub(crate) fn narrow_integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i32>> {
         let wide = self.integers(name, axis, rows)?;
         let mut narrow = memory::list(name, wide.len())?;
@@ -250,7 +250,7 @@ impl Tensors {
         &self,
         name: &str,
         entry: &TensorInfo,
-        strided: StridedRows,
+        strided: StridedElements,
         into: &mut [u8],
         span: &mut Vec<u8>,
     ) -> Result<()> {
@@ -302,7 +302,7 @@ impl Tensors {
 
 /// Buffers of one read.
 #[derive(Debug, Default)]
-struct Scratch {
+struct ReadScratch {
     /// Rows with the gaps between them.
     span: Vec<u8>,
     /// Rows in the element type of the file.
@@ -320,7 +320,7 @@ fn local_elements(entry: &TensorInfo, axis: usize, rows: &Runs) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file::{Output, Part, Planned};
+    use crate::file::{OutputFile, PlannedTensor, TensorPart};
     use annulus_core::Run;
     use safetensors::Dtype;
 
@@ -335,8 +335,8 @@ mod tests {
         rows
     }
 
-    fn planned(shape: &[usize]) -> Vec<Planned> {
-        vec![Planned { name: "x", dtype: Dtype::F32, shape: shape.to_vec() }]
+    fn planned(shape: &[usize]) -> Vec<PlannedTensor> {
+        vec![PlannedTensor { name: "x", dtype: Dtype::F32, shape: shape.to_vec() }]
     }
 
     /// Returns the numbers of read and write system calls of this thread.
@@ -354,7 +354,7 @@ mod tests {
         let path =
             std::env::temp_dir().join(format!("annulus-turns-{}.safetensors", std::process::id()));
         let (ranks, len, heads) = (4u64, 100_000, 2);
-        let output = Output::create(&path, &planned(&[1, len, heads])).unwrap();
+        let output = OutputFile::create(&path, &planned(&[1, len, heads])).unwrap();
         let rows: Vec<Runs> = (0..ranks).map(|rank| every(ranks, rank, len as u64)).collect();
         let number = |row: i64, head: usize| (row * heads as i64 + head as i64) as f32;
         let of_rank = |rows: &Runs| {
@@ -363,8 +363,8 @@ mod tests {
                 .collect::<Vec<f32>>()
         };
         let values: Vec<Vec<f32>> = rows.iter().map(of_rank).collect();
-        let parts: Vec<Part<'_, f32>> =
-            rows.iter().zip(&values).map(|(rows, values)| Part { rows, values }).collect();
+        let parts: Vec<TensorPart<'_, f32>> =
+            rows.iter().zip(&values).map(|(rows, values)| TensorPart { rows, values }).collect();
         let [_, before] = calls();
         for own in 0..parts.len() {
             output.write_rows("x", 1, &parts, own).unwrap();
@@ -373,7 +373,7 @@ mod tests {
         assert!(written < 50, "{written} writes");
         output.finish().unwrap();
 
-        let file = Tensors::open(&path).unwrap();
+        let file = TensorFile::open(&path).unwrap();
         let [before, _] = calls();
         for (rows, values) in rows.iter().zip(&values) {
             assert_eq!(&file.floats::<f32>("x", 1, rows).unwrap(), values);
@@ -422,11 +422,14 @@ mod tests {
                 values
             };
             let values: Vec<Vec<f32>> = rows.iter().map(local).collect();
-            let parts: Vec<Part<'_, f32>> =
-                rows.iter().zip(&values).map(|(rows, values)| Part { rows, values }).collect();
+            let parts: Vec<TensorPart<'_, f32>> = rows
+                .iter()
+                .zip(&values)
+                .map(|(rows, values)| TensorPart { rows, values })
+                .collect();
             // all ranks in one process, or one process per rank
             for together in [true, false] {
-                let output = Output::create(&path, &planned(&shape)).unwrap();
+                let output = OutputFile::create(&path, &planned(&shape)).unwrap();
                 for own in 0..parts.len() {
                     if together {
                         output.write_rows("x", 2, &parts, own).unwrap();
@@ -435,7 +438,7 @@ mod tests {
                     }
                 }
                 output.finish().unwrap();
-                let file = Tensors::open(&path).unwrap();
+                let file = TensorFile::open(&path).unwrap();
                 let whole = file.floats::<f32>("x", 2, &Runs::counting(0, 21)).unwrap();
                 assert!(
                     whole.iter().zip(0..).all(|(&got, index)| got == index as f32),
@@ -453,8 +456,8 @@ mod tests {
     fn a_file_truncated_while_it_is_read_is_an_error_with_the_tensor() {
         let path = std::env::temp_dir()
             .join(format!("annulus-shorter-{}.safetensors", std::process::id()));
-        Output::create(&path, &planned(&[1, 100, 2])).unwrap().finish().unwrap();
-        let file = Tensors::open(&path).unwrap();
+        OutputFile::create(&path, &planned(&[1, 100, 2])).unwrap().finish().unwrap();
+        let file = TensorFile::open(&path).unwrap();
         std::fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
         let error = file.floats::<f32>("x", 1, &Runs::counting(0, 100)).unwrap_err().to_string();
         assert!(

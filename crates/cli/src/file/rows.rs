@@ -11,7 +11,7 @@ use annulus_core::Runs;
 
 /// Rows at a constant stride, in elements of the whole tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct StridedRows {
+pub(super) struct StridedElements {
     /// Index of the first element.
     pub(super) first: u64,
     /// Number of rows.
@@ -22,7 +22,7 @@ pub(super) struct StridedRows {
     pub(super) stride: u64,
 }
 
-impl StridedRows {
+impl StridedElements {
     /// Number of elements of all rows.
     pub(super) const fn elements(&self) -> usize {
         self.rows * self.row
@@ -66,7 +66,7 @@ pub(super) fn for_each_strided<E>(
     shape: &[usize],
     axis: usize,
     rows: &Runs,
-    mut visit: impl FnMut(StridedRows) -> Result<(), E>,
+    mut visit: impl FnMut(StridedElements) -> Result<(), E>,
 ) -> Result<(), E> {
     // an empty tensor may have up to 2⁶³ lines, which must not be iterated over
     if shape.contains(&0) || rows.is_empty() {
@@ -76,7 +76,7 @@ pub(super) fn for_each_strided<E>(
     let outer = product(&shape[..axis]);
     let len = shape[axis] as u64;
     let inner = product(&shape[axis + 1..]);
-    let dense = |first: u64, count: u64| StridedRows {
+    let dense = |first: u64, count: u64| StridedElements {
         first,
         rows: 1,
         row: annulus_core::index(count),
@@ -92,7 +92,7 @@ pub(super) fn for_each_strided<E>(
                     visit(dense(start, held))?;
                 }
                 let stride = run.step.cast_unsigned() * inner;
-                visit(StridedRows {
+                visit(StridedElements {
                     first: first(0),
                     rows: annulus_core::index(run.count),
                     row: annulus_core::index(inner),
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
     use annulus_core::Run;
 
-    fn of(shape: &[usize], axis: usize, runs: &[Run]) -> Vec<StridedRows> {
+    fn of(shape: &[usize], axis: usize, runs: &[Run]) -> Vec<StridedElements> {
         let mut rows = Runs::new();
         runs.iter().for_each(|&run| rows.push_run(run));
         let mut found = Vec::new();
@@ -137,8 +137,8 @@ mod tests {
     }
 
     /// Returns the elements in order.
-    fn elements(all: &[StridedRows]) -> Vec<u64> {
-        let rows = |strided: &StridedRows| {
+    fn elements(all: &[StridedElements]) -> Vec<u64> {
+        let rows = |strided: &StridedElements| {
             (0..strided.rows as u64)
                 .map(move |row| strided.first + row * strided.stride)
                 .collect::<Vec<_>>()
@@ -153,10 +153,10 @@ mod tests {
     #[test]
     fn adjacent_rows_are_merged_and_others_keep_their_order() {
         let run = |start, step, count| Run { start, step, count };
-        let dense = |first, row| StridedRows { first, rows: 1, row, stride: row as u64 };
+        let dense = |first, row| StridedElements { first, rows: 1, row, stride: row as u64 };
         assert_eq!(of(&[2, 5, 3], 1, &[run(0, 1, 5)]), [dense(0, 30)]);
         assert_eq!(of(&[2, 5, 3], 1, &[run(1, 1, 2)]), [dense(3, 6), dense(18, 6)]);
-        let strided = |first| StridedRows { first, rows: 2, row: 1, stride: 2 };
+        let strided = |first| StridedElements { first, rows: 2, row: 1, stride: 2 };
         assert_eq!(
             of(&[2, 5], 1, &[run(4, 1, 1), run(0, 2, 2)]),
             [dense(4, 1), strided(0), dense(9, 1), strided(5)]
@@ -176,17 +176,18 @@ mod tests {
     #[test]
     fn parts_have_the_same_elements_within_both_limits() {
         for strided in [
-            StridedRows { first: 3, rows: 1, row: 23, stride: 23 },
-            StridedRows { first: 5, rows: 7, row: 4, stride: 9 },
-            StridedRows { first: 0, rows: 13, row: 1, stride: 2 },
+            StridedElements { first: 3, rows: 1, row: 23, stride: 23 },
+            StridedElements { first: 5, rows: 7, row: 4, stride: 9 },
+            StridedElements { first: 0, rows: 13, row: 1, stride: 2 },
         ] {
             for most in 1..30 {
                 for span in 1..70 {
-                    let parts: Vec<StridedRows> = strided.split(most, span).collect();
+                    let parts: Vec<StridedElements> = strided.split(most, span).collect();
                     assert_eq!(elements(&parts), elements(&[strided]), "{strided:?} {most} {span}");
                     assert!(parts.iter().all(|part| part.elements() <= most));
-                    let spanned =
-                        |part: &StridedRows| (part.rows as u64 - 1) * part.stride + part.row as u64;
+                    let spanned = |part: &StridedElements| {
+                        (part.rows as u64 - 1) * part.stride + part.row as u64
+                    };
                     assert!(
                         parts.iter().all(|part| part.rows == 1 || spanned(part) <= span as u64),
                         "{parts:?} {span}"

@@ -19,7 +19,7 @@ use crate::{failure::io, interrupt};
 
 /// Destination of an output.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Target {
+pub(super) enum FileTarget {
     /// Regular file: its path, without symbolic links if it exists.
     File(PathBuf),
     /// Standard output.
@@ -28,7 +28,7 @@ pub(super) enum Target {
     Stream(String),
 }
 
-impl Target {
+impl FileTarget {
     /// Resolves a path.
     ///
     /// # Errors
@@ -73,10 +73,10 @@ impl Target {
     }
 }
 
-/// Unfinished file. If it is dropped before [`Staged::commit`], or a signal ends the command, the
+/// Unfinished file. If it is dropped before [`StagedFile::commit`], or a signal ends the command, the
 /// file is removed.
 #[derive(Debug)]
-pub(super) struct Staged {
+pub(super) struct StagedFile {
     /// Path as the user wrote it, for messages.
     named: PathBuf,
     target: PathBuf,
@@ -84,17 +84,17 @@ pub(super) struct Staged {
     temporary: TempPath,
 }
 
-impl Staged {
+impl StagedFile {
     /// Creates the file.
     pub(super) fn create(named: &Path) -> Result<Self> {
-        match Target::of(named)? {
-            Target::File(target) => Self::create_for(named, target),
-            Target::Stdout => Err(io(named, "is standard output, want a regular file")),
-            Target::Stream(what) => Err(io(named, what)),
+        match FileTarget::of(named)? {
+            FileTarget::File(target) => Self::create_for(named, target),
+            FileTarget::Stdout => Err(io(named, "is standard output, want a regular file")),
+            FileTarget::Stream(what) => Err(io(named, what)),
         }
     }
 
-    /// As [`Staged::create`], for a regular file.
+    /// As [`StagedFile::create`], for a regular file.
     pub(super) fn create_for(named: &Path, target: PathBuf) -> Result<Self> {
         // before the umask; private until it gets the permissions of the file that it replaces
         let mode = if target.exists() { 0o600 } else { 0o666 };
@@ -116,7 +116,7 @@ impl Staged {
     /// # Errors
     /// [`annulus_core::Error::Io`] if this process cannot open it.
     pub(super) fn join(named: &Path, name: &OsStr) -> Result<Self> {
-        let Target::File(target) = Target::of(named)? else {
+        let FileTarget::File(target) = FileTarget::of(named)? else {
             return Err(io(named, "is not a regular file"));
         };
         let at = target.with_file_name(name);
@@ -185,10 +185,10 @@ mod tests {
             }
             let files = || std::fs::read_dir(&folder).unwrap().count();
             let before = files();
-            drop(Staged::create(&target).unwrap());
+            drop(StagedFile::create(&target).unwrap());
             assert_eq!(files(), before, "{mode:?}");
-            let staged = Staged::create(&target).unwrap();
-            let joined = Staged::join(&target, staged.name()).unwrap();
+            let staged = StagedFile::create(&target).unwrap();
+            let joined = StagedFile::join(&target, staged.name()).unwrap();
             std::io::Write::write_all(&mut joined.file(), b"new").unwrap();
             staged.commit().unwrap();
             joined.release();
@@ -204,8 +204,8 @@ mod tests {
     fn a_process_that_joined_removes_the_file_of_one_that_was_killed() {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("out");
-        let staged = Staged::create(&target).unwrap();
-        let joined = Staged::join(&target, staged.name()).unwrap();
+        let staged = StagedFile::create(&target).unwrap();
+        let joined = StagedFile::join(&target, staged.name()).unwrap();
         staged.release();
         drop(joined);
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);

@@ -8,7 +8,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{dtype, rows::for_each_strided, staged::Staged};
+use super::{dtype, rows::for_each_strided, staged::StagedFile};
 use crate::failure::io;
 
 /// Bytes of one write of rows that alternate between ranks: large enough that the time of the
@@ -17,7 +17,7 @@ const WINDOW_BYTES: usize = 1 << 20;
 
 /// Tensor of a file to write.
 #[derive(Debug, Clone)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedTensor {
     /// Name.
     pub(crate) name: &'static str,
     /// Element type.
@@ -26,8 +26,8 @@ pub(crate) struct Planned {
     pub(crate) shape: Vec<usize>,
 }
 
-impl Planned {
-    /// Returns the bytes of the tensor; 0 from 2⁶¹ on, which [`Output::create`] refuses.
+impl PlannedTensor {
+    /// Returns the bytes of the tensor; 0 from 2⁶¹ on, which [`OutputFile::create`] refuses.
     pub(crate) fn bytes(&self) -> u64 {
         dtype::bytes(self.dtype, &self.shape).unwrap_or_default()
     }
@@ -40,7 +40,7 @@ impl Planned {
 
 /// One rank's rows of a tensor.
 #[derive(Debug)]
-pub(crate) struct Part<'a, T> {
+pub(crate) struct TensorPart<'a, T> {
     /// Row numbers in the whole tensor.
     pub(crate) rows: &'a Runs,
     /// Values in row-major order.
@@ -48,25 +48,25 @@ pub(crate) struct Part<'a, T> {
 }
 
 /// Safetensors file under construction. Ranks share it, because all writes are positioned. If it is
-/// dropped before [`Output::finish`], no file is left.
+/// dropped before [`OutputFile::finish`], no file is left.
 #[derive(Debug)]
-pub(crate) struct Output {
-    staged: Staged,
+pub(crate) struct OutputFile {
+    staged: StagedFile,
     metadata: Metadata,
     /// Offset of the data from the start of the file.
     start: u64,
 }
 
-impl Output {
+impl OutputFile {
     /// Creates the file in its full size, with its header.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder is missing or not writable, the target is not a regular file or
     /// not writable, or the disk is full.
-    pub(crate) fn create(target: &Path, tensors: &[Planned]) -> Result<Self> {
+    pub(crate) fn create(target: &Path, tensors: &[PlannedTensor]) -> Result<Self> {
         let (metadata, header) = header(tensors).map_err(|what| io(target, what))?;
         let start = header.len() as u64;
-        let staged = Staged::create(target)?;
+        let staged = StagedFile::create(target)?;
         let file = staged.file();
         file.set_len(start + metadata.data_len() as u64)
             .and_then(|()| file.write_all_at(&header, 0))
@@ -75,15 +75,15 @@ impl Output {
     }
 
     /// Opens the file that another process has created for the same target and tensors, by its
-    /// [`Output::temporary_name`].
+    /// [`OutputFile::temporary_name`].
     ///
     /// # Errors
     /// [`Error::Io`] if this process cannot open it, or the file has another size.
-    pub(crate) fn join(target: &Path, tensors: &[Planned], name: &OsStr) -> Result<Self> {
+    pub(crate) fn join(target: &Path, tensors: &[PlannedTensor], name: &OsStr) -> Result<Self> {
         let (metadata, header) = header(tensors).map_err(|what| io(target, what))?;
         let start = header.len() as u64;
         let end = start + metadata.data_len() as u64;
-        let staged = Staged::join(target, name)?;
+        let staged = StagedFile::join(target, name)?;
         match staged.file().metadata().map_err(|error| io(target, error))?.len() {
             bytes if bytes == end => Ok(Self { staged, metadata, start }),
             bytes => Err(io(target, format!("has {bytes} bytes, rank 0 created it with {end}"))),
@@ -108,7 +108,7 @@ impl Output {
         &self,
         name: &str,
         axis: usize,
-        parts: &[Part<'_, T>],
+        parts: &[TensorPart<'_, T>],
         own: usize,
     ) -> Result<()> {
         let entry = self.entry(name, Some(dtype::of_floats(T::DTYPE)))?;
@@ -134,7 +134,7 @@ impl Output {
         &self,
         entry: &TensorInfo,
         axis: usize,
-        parts: &[Part<'_, T>],
+        parts: &[TensorPart<'_, T>],
         own: usize,
     ) -> Result<()> {
         let strided: Vec<StridedRun<'_, T>> = parts.iter().flat_map(StridedRun::of_part).collect();
@@ -258,7 +258,7 @@ struct StridedRun<'a, T> {
 
 impl<'a, T: Element> StridedRun<'a, T> {
     /// Returns the strided runs of a part.
-    fn of_part(part: &Part<'a, T>) -> Vec<Self> {
+    fn of_part(part: &TensorPart<'a, T>) -> Vec<Self> {
         let mut before = 0;
         let mut strided = Vec::new();
         for &run in part.rows.runs() {
@@ -301,13 +301,13 @@ impl<'a, T: Element> StridedRun<'a, T> {
 ///
 /// # Errors
 /// As text, if a tensor or the file would have 2⁶¹ bytes or more.
-fn header(tensors: &[Planned]) -> std::result::Result<(Metadata, Vec<u8>), String> {
+fn header(tensors: &[PlannedTensor]) -> std::result::Result<(Metadata, Vec<u8>), String> {
     let too_large = || "would have 2^61 bytes or more".to_owned();
-    let mut ordered: Vec<&Planned> = tensors.iter().collect();
+    let mut ordered: Vec<&PlannedTensor> = tensors.iter().collect();
     ordered.sort_by_key(|tensor| (Reverse(tensor.dtype.bitsize()), tensor.name));
     let mut infos = Vec::new();
     let mut end = 0u64;
-    for Planned { name, dtype, shape } in ordered {
+    for PlannedTensor { name, dtype, shape } in ordered {
         let begin = end;
         let bytes = dtype::bytes(*dtype, shape).ok_or_else(too_large)?;
         end = begin.checked_add(bytes).filter(|&end| end < 1 << 61).ok_or_else(too_large)?;

@@ -16,7 +16,7 @@ use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
 use crate::{
     arguments::documents,
     failure::{Outcome, of_file},
-    file::{Tensors, element_bytes, float},
+    file::{TensorFile, element_bytes, float},
 };
 
 /// Names of input tensors.
@@ -44,7 +44,7 @@ const OUTPUT_NAMES: [&str; 9] =
 #[derive(Debug)]
 pub(crate) struct Input {
     path: PathBuf,
-    tensors: Tensors,
+    tensors: TensorFile,
     /// Lengths of the whole problem.
     pub(crate) dims: Dims,
     /// Element type of query.
@@ -133,7 +133,7 @@ impl Input {
     }
 
     fn of_tensors(path: &Path) -> Result<Self> {
-        let tensors = Tensors::open(path)?;
+        let tensors = TensorFile::open(path)?;
         tensors.check_dtypes(&INPUT_NAMES)?;
         let shape4 = |name| {
             tensors
@@ -193,7 +193,7 @@ impl Input {
     }
 
     /// Tensors of the file.
-    pub(crate) const fn tensors(&self) -> &Tensors {
+    pub(crate) const fn tensors(&self) -> &TensorFile {
         &self.tensors
     }
 

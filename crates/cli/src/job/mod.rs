@@ -33,7 +33,7 @@ pub(crate) use processes::World;
 pub(crate) type RankBackend<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
 
 /// Endpoint of one rank on a ring.
-pub(crate) enum Endpoint {
+pub(crate) enum RankEndpoint {
     /// A thread of this process.
     Thread(Box<Threads>),
     /// This process.
@@ -41,7 +41,7 @@ pub(crate) enum Endpoint {
     Process(Box<Mpi>),
 }
 
-impl Endpoint {
+impl RankEndpoint {
     /// Returns the endpoint as a transport of blocks in host memory.
     pub(crate) fn of_host(self) -> Box<dyn Transport<Host>> {
         match self {
@@ -182,7 +182,7 @@ impl Job {
     /// Collective over the processes.
     /// # Errors
     /// As `Mpi::world`.
-    pub(crate) fn endpoints(&mut self) -> Outcome<Vec<Endpoint>> {
+    pub(crate) fn endpoints(&mut self) -> Outcome<Vec<RankEndpoint>> {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
             let endpoint = world.endpoint();
@@ -190,7 +190,7 @@ impl Job {
         }
         Ok(threads::ring(self.ranks)
             .into_iter()
-            .map(|endpoint| Endpoint::Thread(Box::new(endpoint)))
+            .map(|endpoint| RankEndpoint::Thread(Box::new(endpoint)))
             .collect())
     }
 

@@ -24,7 +24,7 @@ use annulus_comm::{
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
 
-use super::Endpoint;
+use super::RankEndpoint;
 use crate::{
     failure::{Failure, Outcome, SILENT_EXIT_DELAY},
     interrupt,
@@ -141,8 +141,8 @@ impl World {
     ///
     /// # Ordering
     /// Collective over the processes.
-    pub(super) fn endpoint(&self) -> Result<Endpoint> {
-        Ok(Endpoint::Process(Box::new(Mpi::world(self.settings())?)))
+    pub(super) fn endpoint(&self) -> Result<RankEndpoint> {
+        Ok(RankEndpoint::Process(Box::new(Mpi::world(self.settings())?)))
     }
 
     /// Returns the group of the first `count` processes, or `None` if this one is not in it.
@@ -188,8 +188,8 @@ impl World {
     }
 
     pub(super) fn agree<T>(&mut self, mine: Outcome<T>) -> Outcome<T> {
-        let status = mine.as_ref().err().map(Status::of);
-        let bytes = status.as_ref().map_or_else(Vec::new, Status::encode);
+        let status = mine.as_ref().err().map(RankStatus::of);
+        let bytes = status.as_ref().map_or_else(Vec::new, RankStatus::encode);
         // a fatal error may come from a rank that was lost and does not answer
         let gathered = if status.is_some_and(|status| status.fatal) {
             self.all_gather_within(&bytes, AFTER_FATAL_DEADLINE)
@@ -306,7 +306,7 @@ fn is_loss_of_rank_0(failure: &Failure) -> bool {
 }
 
 /// Failure of one rank as a message: `[code][fatal][echo][text]`.
-struct Status {
+struct RankStatus {
     /// The exit code.
     code: u8,
     /// True if the error ended the ring, or if a rank did not come.
@@ -317,7 +317,7 @@ struct Status {
     what: String,
 }
 
-impl Status {
+impl RankStatus {
     fn of(failure: &Failure) -> Self {
         let (fatal, echo) = match failure {
             Failure::Library(error) => (
@@ -350,10 +350,10 @@ impl Status {
 /// Chooses one failure from the status of all ranks: that of the lowest rank whose error is not an
 /// echo. No rank is named if all failed with the same text.
 fn common_failure(all: &[Vec<u8>]) -> Option<Failure> {
-    let failed: Vec<(usize, Status)> = all
+    let failed: Vec<(usize, RankStatus)> = all
         .iter()
         .enumerate()
-        .filter_map(|(rank, bytes)| Some((rank, Status::decode(bytes)?)))
+        .filter_map(|(rank, bytes)| Some((rank, RankStatus::decode(bytes)?)))
         .collect();
     let (rank, first) = failed.iter().find(|(_, status)| !status.echo).or(failed.first())?;
     let common =
@@ -367,7 +367,7 @@ mod tests {
     use super::*;
 
     fn status(failure: &Failure) -> Vec<u8> {
-        Status::of(failure).encode()
+        RankStatus::of(failure).encode()
     }
 
     fn judged(all: &[Vec<u8>]) -> Option<(Option<usize>, u8, String)> {

@@ -22,7 +22,7 @@ use crate::{
     },
     backend::BackendChoice,
     failure::Outcome,
-    file::Document,
+    file::TextDocument,
     job::Job,
     memory, message, report,
     stdout::say,
@@ -98,7 +98,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     let command_line = Fingerprint::new().bytes(all.as_bytes()).finish();
     job.require_same(Descriptor::new().field_as("command line", command_line, "another one"))?;
     let path = flags.out.as_deref().unwrap_or(Path::new("/dev/stdout"));
-    let document = job.is_leader().then(|| Document::create(path)).transpose();
+    let document = job.is_leader().then(|| TextDocument::create(path)).transpose();
     let document = job.agree(document.map_err(Into::into))?;
 
     let endpoints = job.endpoints()?;

@@ -15,8 +15,8 @@ use super::median;
 use crate::{
     backend::BackendChoice,
     failure::Outcome,
-    job::{Endpoint, Job},
-    random::Stream,
+    job::{Job, RankEndpoint},
+    random::RandomStream,
 };
 
 /// Query and KV heads.
@@ -56,7 +56,7 @@ pub(super) fn measure<T: Element>(
     let own = job.run_local_phase(0..own_ranks, |_, _| {
         rates_of_rank::<T>(head_dim, |attention, dims| {
             let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-            backend.plan(threads, Endpoint::Thread(Box::new(alone)), &attention.into(), dims)
+            backend.plan(threads, RankEndpoint::Thread(Box::new(alone)), &attention.into(), dims)
         })
     })?;
     let [forward, backward] = mean_of_ranks(job, &own)?;
@@ -82,7 +82,7 @@ fn token<T: Element>(
         let chunk = tensor::<T>(rows, HEADS, head_dim);
         let cache = |heads: usize| {
             let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-            let endpoint = Endpoint::Thread(Box::new(alone));
+            let endpoint = RankEndpoint::Thread(Box::new(alone));
             let shape = CacheShape::new(1, heads, head_dim).kv_heads(HEADS);
             let attention = Attention::new().dtype(T::DTYPE);
             let mut cache = backend.cache(threads, endpoint, &attention, &Runtime::new(), shape)?;
@@ -195,7 +195,7 @@ fn rates_of_rank<T: Element>(
 
 /// Returns normally distributed numbers, shape (1, `len`, `heads`, `head_dim`).
 fn tensor<T: Element>(len: usize, heads: usize, head_dim: usize) -> Array4<T> {
-    let stream = Stream::new(0, "measure");
+    let stream = RandomStream::new(0, "measure");
     Array4::from_shape_fn((1, len, heads, head_dim), |(_, row, head, column)| {
         T::from_f64(stream.normal(((row * heads + head) * head_dim + column) as u64))
     })

@@ -14,16 +14,16 @@ use crate::observed::ObservedClock;
 
 /// Entries of one rank that other ranks have not made yet.
 #[derive(Debug)]
-pub(crate) struct Arrivals {
+pub(crate) struct EntryArrivals {
     deadline: Option<Duration>,
     warning_interval: Duration,
     /// By round of the all-gather.
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, AwaitedEntry>,
 }
 
 /// One entry.
 #[derive(Debug)]
-struct Entry {
+struct AwaitedEntry {
     /// Start of the wait.
     since: Instant,
     /// Time of the last warning, or start of the wait.
@@ -43,7 +43,7 @@ pub(crate) enum Lateness {
     Ends(Duration),
 }
 
-impl Arrivals {
+impl EntryArrivals {
     /// Creates it without entries and without a deadline.
     pub(crate) fn new(warning_interval: Duration) -> Self {
         Self { deadline: None, warning_interval, entries: BTreeMap::new() }
@@ -55,7 +55,7 @@ impl Arrivals {
 
     /// Records that this rank has entered a call, with all-gather `round`.
     pub(crate) fn enter(&mut self, round: u64, now: Instant) {
-        let entry = Entry { since: now, warned: now, arrived: BTreeMap::new() };
+        let entry = AwaitedEntry { since: now, warned: now, arrived: BTreeMap::new() };
         self.entries.insert(round, entry);
     }
 
@@ -115,9 +115,9 @@ mod tests {
         let after = |seconds| start + Duration::from_secs(seconds);
         let horizon = Duration::from_secs(500);
         let mut clock = ObservedClock::new(start, Duration::from_secs(10), horizon);
-        let mut arrivals = Arrivals::new(Duration::from_secs(30));
+        let mut arrivals = EntryArrivals::new(Duration::from_secs(30));
         arrivals.enter(2, start);
-        let mut judge = |arrivals: &mut Arrivals, seconds| {
+        let mut judge = |arrivals: &mut EntryArrivals, seconds| {
             clock.poll(after(seconds));
             arrivals.judge(2, &clock, after(seconds))
         };
@@ -145,7 +145,7 @@ mod tests {
     fn ranks_are_in_the_call_from_the_time_at_which_their_entry_was_noticed() {
         let start = Instant::now();
         let later = start + Duration::from_secs(1);
-        let mut arrivals = Arrivals::new(Duration::from_secs(30));
+        let mut arrivals = EntryArrivals::new(Duration::from_secs(30));
         arrivals.enter(7, start);
         arrivals.record(7, &[1, 2], 4, start);
         arrivals.record(7, &[2], 4, later);

@@ -44,6 +44,10 @@ mod checks;
 
 use std::{
     collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -51,8 +55,8 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::{arrivals::Arrivals, checks::Receives};
-use crate::{Cancellation, delegate::forward_control, observed::ObservedClock};
+use self::{arrivals::EntryArrivals, checks::Receives};
+use crate::{delegate::forward_control, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +92,7 @@ pub struct Deadline<T, S: Space = Host> {
     /// Start of each all-gather that was not yet collected, by round; of an entry, the time at
     /// which the last rank had entered.
     all_gathers: BTreeMap<u64, Instant>,
-    arrivals: Arrivals,
+    arrivals: EntryArrivals,
     /// Step of the last post, which the error of an all-gather names.
     step: usize,
     observed: ObservedClock,
@@ -144,7 +148,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             host_messages: Receives::default(),
             sends: BTreeMap::new(),
             all_gathers: BTreeMap::new(),
-            arrivals: Arrivals::new(deadline / 4),
+            arrivals: EntryArrivals::new(deadline / 4),
             step: 0,
             observed: ObservedClock::new(now, regular_gap.max(deadline / 16), deadline),
             last_check: now,
@@ -350,5 +354,34 @@ impl<T: std::fmt::Debug, S: Space> std::fmt::Debug for Deadline<T, S> {
             .field("deadline", &self.deadline)
             .field("inner", &self.inner)
             .finish_non_exhaustive()
+    }
+}
+
+/// A flag by which another thread ends the pass of a plan
+/// ([`Deadline::with_cancellation`](crate::Deadline::with_cancellation)). Clones are the same flag.
+#[derive(Debug, Clone, Default)]
+pub struct Cancellation(Arc<AtomicBool>);
+
+impl Cancellation {
+    /// Ends the pass under way, at its next wait or after its next tile, and the plan with it on
+    /// all ranks. Until [`Cancellation::reset`] it ends every pass.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Lets passes run again.
+    pub fn reset(&self) {
+        self.0.store(false, Ordering::Release);
+    }
+
+    /// Checks that no thread has cancelled the pass.
+    ///
+    /// # Errors
+    /// [`Error::Device`], which ends the plan.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.0.load(Ordering::Acquire) {
+            return Err(Error::Device { what: "the program cancelled the pass".to_owned() });
+        }
+        Ok(())
     }
 }

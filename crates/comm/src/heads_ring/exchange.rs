@@ -19,13 +19,13 @@ use annulus_core::{
     MessageBalance, MessageHeader, Result, RowSegment, Side, Spec,
 };
 
-use crate::ring::{in_flight::InFlight, program::Transfers};
+use crate::ring::{in_flight::InFlight, program::MessageGroup};
 
 /// Buffers of each kind: one in flight, one that is packed or unpacked meanwhile.
 const BUFFERS: usize = 2;
 
 /// Members of a group, their rows, and buffers for their messages.
-pub(super) struct Exchange {
+pub(super) struct HeadExchange {
     pub(super) grid: HeadGrid,
     pub(super) member: usize,
     /// Rank of each member.
@@ -74,7 +74,7 @@ impl MessageBuffers {
     }
 }
 
-impl Exchange {
+impl HeadExchange {
     /// Derives the messages of the rank at `ring_index` and allocates buffers for those of
     /// `passes`.
     pub(super) fn new(
@@ -218,13 +218,13 @@ impl Messages<'_> {
     pub(super) fn add_to(&self, balance: &mut MessageBalance, pass: u64) {
         let others = (0..self.ranks.len()).filter(|&other| other != self.member);
         for other in others {
-            let Transfers { sends, receives } = self.transfers(other, other);
+            let MessageGroup { sends, receives } = self.transfers(other, other);
             sends.iter().for_each(|message| balance.send(pass, message));
             receives.iter().for_each(|message| balance.receive(pass, message));
         }
     }
 
-    fn transfers(&self, to: usize, from: usize) -> Transfers {
+    fn transfers(&self, to: usize, from: usize) -> MessageGroup {
         let header = |member: usize, bytes: u64| MessageHeader {
             peer: self.ranks[member],
             channel: Channel::Kv,
@@ -234,7 +234,7 @@ impl Messages<'_> {
             agreed: None,
         };
         let message = |member, bytes| (bytes > 0).then(|| header(member, bytes));
-        Transfers {
+        MessageGroup {
             sends: message(to, self.bytes[to][0]).into_iter().collect(),
             receives: message(from, self.bytes[from][1]).into_iter().collect(),
         }

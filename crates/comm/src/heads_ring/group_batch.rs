@@ -6,7 +6,7 @@
 use annulus_core::{Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, index, memory};
 use ndarray::Array2;
 
-use super::exchange::{Exchange, side_index};
+use super::exchange::{HeadExchange, side_index};
 
 /// Bytes of a word of a dense mask.
 const WORD_BYTES: usize = 8;
@@ -28,7 +28,7 @@ impl Number for i64 {}
 
 impl GroupBatch {
     /// Allocates the batch of the group for this rank's `own` part.
-    pub(super) fn new(own: &Batch, exchange: &Exchange) -> Result<Self> {
+    pub(super) fn new(own: &Batch, exchange: &HeadExchange) -> Result<Self> {
         let rows = |side| index(exchange.group_rows(side));
         let ids = |own: &Option<Array2<i32>>, side| zeros("segment ids", own, rows(side));
         let positions = |own: &Option<Array2<i64>>, side| zeros("positions", own, rows(side));
@@ -47,13 +47,13 @@ impl GroupBatch {
     }
 
     /// Returns the bytes sent to and received from a member.
-    pub(super) fn bytes(own: &Batch, exchange: &Exchange, member: usize) -> [u64; 2] {
+    pub(super) fn bytes(own: &Batch, exchange: &HeadExchange, member: usize) -> [u64; 2] {
         let of_keys = exchange.shares(Side::Kv, member);
         [exchange.member, member].map(|from| Self::message_bytes(own, exchange, from, of_keys))
     }
 
     /// Returns the bytes of a member's rows, with or without those of its keys.
-    fn message_bytes(own: &Batch, exchange: &Exchange, member: usize, of_keys: bool) -> u64 {
+    fn message_bytes(own: &Batch, exchange: &HeadExchange, member: usize, of_keys: bool) -> u64 {
         let rows = |side| match side {
             Side::Kv if !of_keys => 0,
             _ => exchange.rows[member][side_index(side)],
@@ -119,7 +119,7 @@ impl GroupBatch {
     }
 
     /// Returns the batch of the group, of whose members all parts have been read.
-    pub(super) fn finish(mut self, exchange: &Exchange) -> Result<Batch> {
+    pub(super) fn finish(mut self, exchange: &HeadExchange) -> Result<Batch> {
         let (Some(mask), Some([batch, heads, _, keys])) =
             (&mut self.batch.attention_mask, self.mask_shape)
         else {

@@ -26,7 +26,7 @@ use super::{
 use crate::ring::{
     RingOptions,
     reduce::{AllReduce, bias_is_shared, shared_bias_numbers, sink_numbers},
-    slices::{Exchange, Slices, Slicing},
+    slices::{SliceExchange, Slices, Slicing},
 };
 
 /// Axis of the heads of a bias tensor.
@@ -231,7 +231,7 @@ pub(super) fn add_sums_to(
     let ranks = order.ranks().len();
     // passes 0 and 1 are those of the exchange
     for (pass, slices) in (2..).zip(slices_of_pass(spec, options, ranks)) {
-        Exchange::new(&slices, order, rank, 0).all_transfers().add_to(balance, pass);
+        SliceExchange::new(&slices, order, rank, 0).all_transfers().add_to(balance, pass);
     }
 }
 

@@ -70,8 +70,8 @@ use annulus_core::{
 };
 
 use self::{
-    exchange::Exchange,
-    prepare::{Prepared, check},
+    exchange::HeadExchange,
+    prepare::{PreparedGrid, check},
     shard_tensors::ShardTensor,
     shard_tensors::ShardTensors,
     subset::Subset,
@@ -106,7 +106,7 @@ pub struct HeadsRing<B: Backend> {
     ring_index: usize,
     q_rows: Runs,
     kv_rows: Runs,
-    exchange: Exchange,
+    exchange: HeadExchange,
     tensors: ShardTensors,
     forward: ExchangeFields,
     backward: ExchangeFields,
@@ -178,7 +178,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let placed = placement.as_ref();
-        let prepared = Prepared::new(&spec, grid, &options, rank, placed, &mut || ticks.tick());
+        let prepared = PreparedGrid::new(&spec, grid, &options, rank, placed, &mut || ticks.tick());
         let prepared = ticks.finish(prepared).map(|prepared| {
             let balance = prepared.message_balance(&spec, &options, rank);
             (prepared, balance)
@@ -186,7 +186,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let balance = prepared.as_ref().map(|(_, balance)| balance).map_err(Error::clone);
         let lengths = agreement::close_plan(transport, 1, || 2, balance)?;
         let (prepared, _) = prepared?;
-        let Prepared { layout, ring_index, forward, backward, exchange, tensors } = prepared;
+        let PreparedGrid { layout, ring_index, forward, backward, exchange, tensors } = prepared;
 
         let member = grid.member(ring_index);
         let rank_of = |group| layout.order.rank(grid.ring_index(group, member));

@@ -13,7 +13,7 @@ use annulus_core::{
 use super::{
     HeadsRing,
     column_merge::ColumnGradients,
-    exchange::{Exchange, Messages, count_bytes, side_index},
+    exchange::{HeadExchange, Messages, count_bytes, side_index},
 };
 use crate::{
     delegate::HostMessages,
@@ -36,7 +36,7 @@ pub(super) const fn later_tags(kind: PassKind) -> [u64; 2] {
 
 /// Tensors of one exchange.
 #[derive(Clone, Copy)]
-enum Exchanged {
+enum ExchangedTensors {
     /// Those of [`ExchangeFields`](annulus_core::ExchangeFields).
     All,
     /// The rounding residual of out: after the ring of a forward pass, before that of a backward
@@ -46,14 +46,14 @@ enum Exchanged {
 
 /// One pass.
 #[derive(Clone, Copy)]
-struct Pass {
+struct GridPass {
     kind: PassKind,
     first_tag: u64,
     start: Instant,
 }
 
 /// The caller's tensor of a result, and what is done with the parts of members.
-struct Target<'a> {
+struct ResultTarget<'a> {
     view: HostViewMut<'a>,
     /// True to add the parts, of which several members have one.
     adds: bool,
@@ -69,7 +69,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Forward, start);
         let given = self.forward_views(inputs);
-        let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
+        let mut waited = self.receive_inputs(pass, ExchangedTensors::All, &given)?;
         let wants_residual = outputs.out_residual.is_some();
         waited += self.ring_forward(inputs, wants_residual, start)?;
         if let Some(mut columns) = self.tensors.columns.take() {
@@ -77,21 +77,21 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let dtype = self.spec.dtype.accumulator();
             let grid = self.grid;
             let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
-            waited += self.send_outputs(pass, Exchanged::All, merge)?;
+            waited += self.send_outputs(pass, ExchangedTensors::All, merge)?;
             columns.merge.finish(outputs);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
         let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
-        let mut targets = vec![Some(Target::new(out.reborrow()))];
-        targets.push(Some(Target::of_rows(lse)));
+        let mut targets = vec![Some(ResultTarget::new(out.reborrow()))];
+        targets.push(Some(ResultTarget::of_rows(lse)));
         // members send the maximum and the sum also where the caller wants neither
-        targets.extend([max, sum].map(|of| of.as_mut().map(Target::of_rows)));
-        targets.extend(ties.as_mut().map(|ties| Some(Target::of_rows(ties))));
-        waited += self.send_to(pass, Exchanged::All, &mut targets)?;
+        targets.extend([max, sum].map(|of| of.as_mut().map(ResultTarget::of_rows)));
+        targets.extend(ties.as_mut().map(|ties| Some(ResultTarget::of_rows(ties))));
+        waited += self.send_to(pass, ExchangedTensors::All, &mut targets)?;
         if let Some(residual) = out_residual {
-            let target = Some(Target::new(residual.reborrow()));
-            waited += self.send_to(pass, Exchanged::Residual, &mut [target])?;
+            let target = Some(ResultTarget::new(residual.reborrow()));
+            waited += self.send_to(pass, ExchangedTensors::Residual, &mut [target])?;
         }
         Ok(waited)
     }
@@ -110,11 +110,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         }
         let exchanged = inputs.as_ref().map(HostView::reborrow);
         let given = self.backward_views(&exchanged, columns.as_ref())?;
-        let mut waited = self.receive_inputs(pass, Exchanged::All, &given)?;
+        let mut waited = self.receive_inputs(pass, ExchangedTensors::All, &given)?;
         // with key columns it is in −delta
         let residual = inputs.out_residual.filter(|_| columns.is_none());
         if residual.is_some() {
-            waited += self.receive_inputs(pass, Exchanged::Residual, &[residual])?;
+            waited += self.receive_inputs(pass, ExchangedTensors::Residual, &[residual])?;
         }
         waited += self.ring_backward(&inputs.forward, residual.is_some(), gradients, start)?;
         let of_backward = self.tensors.backward.as_mut().ok_or_else(no_gradients)?;
@@ -123,16 +123,16 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let dbias_field = self.backward.outputs.last().copied();
         let Gradients { dq, dk, dv, dbias, .. } = gradients;
         let mut targets = vec![Some(match &mut columns {
-            Some(columns) => Target::sum(columns.dq.view_mut()?),
-            None => Target::new(dq.reborrow()),
+            Some(columns) => ResultTarget::sum(columns.dq.view_mut()?),
+            None => ResultTarget::new(dq.reborrow()),
         })];
         match &mut sums {
             Some([dk, dv]) => {
-                let sums = [Target::sum(dk.view_mut()?), Target::sum(dv.view_mut()?)];
+                let sums = [ResultTarget::sum(dk.view_mut()?), ResultTarget::sum(dv.view_mut()?)];
                 targets.extend(sums.map(Some));
             }
             None if divides_heads => {
-                targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new).map(Some));
+                targets.extend([dk.reborrow(), dv.reborrow()].map(ResultTarget::new).map(Some));
             }
             None => {}
         }
@@ -140,9 +140,13 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         if let (Some(dbias), Some(field), true) = (dbias, dbias_field, has_rows) {
             let view = dbias.reborrow().swap_rows_and_heads();
             let adds = field.heads == HeadAxis::Shared || self.grid.columns() > 1;
-            targets.push(Some(if adds { Target::sum(view) } else { Target::new(view) }));
+            targets.push(Some(if adds {
+                ResultTarget::sum(view)
+            } else {
+                ResultTarget::new(view)
+            }));
         }
-        waited += self.send_to(pass, Exchanged::All, &mut targets)?;
+        waited += self.send_to(pass, ExchangedTensors::All, &mut targets)?;
         drop(targets);
         if let Some([sum_dk, sum_dv]) = &sums {
             dk.round_from(&sum_dk.view()?);
@@ -200,20 +204,20 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// the own heads. `None` is a tensor of zeros.
     fn receive_inputs(
         &mut self,
-        pass: Pass,
-        exchanged: Exchanged,
+        pass: GridPass,
+        exchanged: ExchangedTensors,
         given: &[Option<HostView<'_>>],
     ) -> Result<Duration> {
         let residual = self.residual;
         let [_, residual_tag] = later_tags(pass.kind);
         let (fields, mut tensors, tag) = match (exchanged, pass.kind) {
-            (Exchanged::All, PassKind::Forward) => {
+            (ExchangedTensors::All, PassKind::Forward) => {
                 (&self.forward.inputs[..], self.tensors.forward_inputs(), 0)
             }
-            (Exchanged::All, PassKind::Backward) => {
+            (ExchangedTensors::All, PassKind::Backward) => {
                 (&self.backward.inputs[..], self.tensors.backward_inputs(), 0)
             }
-            (Exchanged::Residual, _) => {
+            (ExchangedTensors::Residual, _) => {
                 (residual.as_slice(), self.tensors.out_residual.iter_mut().collect(), residual_tag)
             }
         };
@@ -224,7 +228,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let mut transport = HostMessages::new(&mut self.transport);
         let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.input_bytes(fields);
-        let Exchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
+        let HeadExchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
         let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
         let own = rows[*member];
         let pack = |to: usize, mut into: &mut [u8]| {
@@ -262,14 +266,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// a target is not read.
     fn send_to(
         &mut self,
-        pass: Pass,
-        exchanged: Exchanged,
-        targets: &mut [Option<Target<'_>>],
+        pass: GridPass,
+        exchanged: ExchangedTensors,
+        targets: &mut [Option<ResultTarget<'_>>],
     ) -> Result<Duration> {
         let fields = match (exchanged, pass.kind) {
-            (Exchanged::All, PassKind::Forward) => self.forward.outputs.clone(),
-            (Exchanged::All, PassKind::Backward) => self.backward.outputs.clone(),
-            (Exchanged::Residual, _) => self.residual.into_iter().collect(),
+            (ExchangedTensors::All, PassKind::Forward) => self.forward.outputs.clone(),
+            (ExchangedTensors::All, PassKind::Backward) => self.backward.outputs.clone(),
+            (ExchangedTensors::Residual, _) => self.residual.into_iter().collect(),
         };
         if targets.len() != fields.len() {
             return Err(Error::internal("other targets than the results that are exchanged"));
@@ -299,21 +303,21 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// bytes)` reads.
     fn send_outputs(
         &mut self,
-        pass: Pass,
-        exchanged: Exchanged,
+        pass: GridPass,
+        exchanged: ExchangedTensors,
         unpack: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<Duration> {
         let [results_tag, residual_tag] = later_tags(pass.kind);
         let (fields, results, tag) = match (exchanged, pass.kind) {
-            (Exchanged::All, PassKind::Forward) => {
+            (ExchangedTensors::All, PassKind::Forward) => {
                 let has_columns = self.grid.columns() > 1;
                 (&self.forward.outputs[..], self.tensors.forward_outputs(has_columns), results_tag)
             }
-            (Exchanged::All, PassKind::Backward) => {
+            (ExchangedTensors::All, PassKind::Backward) => {
                 let of_backward = self.tensors.backward.as_ref().ok_or_else(no_gradients)?;
                 (&self.backward.outputs[..], of_backward.outputs(), results_tag)
             }
-            (Exchanged::Residual, _) => {
+            (ExchangedTensors::Residual, _) => {
                 let results = self.tensors.out_residual.iter().collect();
                 (self.residual.as_slice(), results, residual_tag)
             }
@@ -325,7 +329,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let mut transport = HostMessages::new(&mut self.transport);
         let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
         let bytes = self.exchange.output_bytes(fields);
-        let Exchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
+        let HeadExchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
         // the step after the last one of the ring
         let messages = Messages { ranks, member: *member, bytes, tag, step: grid.groups() };
         let pack = |to: usize, mut into: &mut [u8]| {
@@ -342,18 +346,18 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     }
 
     /// Starts a pass, whose messages have new tags.
-    const fn new_pass(&mut self, kind: PassKind, start: Instant) -> Pass {
-        Pass { kind, first_tag: self.calls.take_tags(TAGS), start }
+    const fn new_pass(&mut self, kind: PassKind, start: Instant) -> GridPass {
+        GridPass { kind, first_tag: self.calls.take_tags(TAGS), start }
     }
 }
 
-impl<'a> Target<'a> {
+impl<'a> ResultTarget<'a> {
     /// A tensor of which each part has one owner.
     const fn new(view: HostViewMut<'a>) -> Self {
         Self { view, adds: false }
     }
 
-    /// As [`Target::new`], of a statistic `[batch, heads, rows, 1]`.
+    /// As [`ResultTarget::new`], of a statistic `[batch, heads, rows, 1]`.
     fn of_rows(view: &'a mut HostViewMut<'_>) -> Self {
         Self::new(view.reborrow().swap_rows_and_heads())
     }

@@ -19,7 +19,7 @@ use annulus_core::{
 
 use super::{
     HeadsRing,
-    exchange::{Exchange, MessageBuffers, Messages},
+    exchange::{HeadExchange, MessageBuffers, Messages},
     group_batch::GroupBatch,
     inner_ring::add_sums_to,
     passes::later_tags,
@@ -40,16 +40,16 @@ use crate::{
 };
 
 /// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
-pub(super) struct Prepared {
+pub(super) struct PreparedGrid {
     pub(super) layout: GroupLayout,
     pub(super) ring_index: usize,
     pub(super) forward: ExchangeFields,
     pub(super) backward: ExchangeFields,
-    pub(super) exchange: Exchange,
+    pub(super) exchange: HeadExchange,
     pub(super) tensors: ShardTensors,
 }
 
-impl Prepared {
+impl PreparedGrid {
     /// Chooses the layout and allocates the tensors and messages of this rank.
     pub(super) fn new(
         spec: &Spec,
@@ -65,7 +65,7 @@ impl Prepared {
         let forward = ExchangeFields::of_forward(spec, &grid);
         let backward = ExchangeFields::of_backward(spec, &grid);
         let passes = [Some(&forward), options.backward.then_some(&backward)];
-        let exchange = Exchange::new(spec, grid, &layout, ring_index, passes)?;
+        let exchange = HeadExchange::new(spec, grid, &layout, ring_index, passes)?;
         let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
         Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
     }
@@ -93,7 +93,7 @@ impl Prepared {
                 (results_tag, self.exchange.output_bytes(&fields.outputs)),
                 (residual_tag, of_residual),
             ] {
-                let Exchange { ranks, member, .. } = &self.exchange;
+                let HeadExchange { ranks, member, .. } = &self.exchange;
                 let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
                 messages.add_to(&mut balance, pass as u64);
             }

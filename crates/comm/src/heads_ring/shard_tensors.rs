@@ -8,7 +8,7 @@ use annulus_core::{
 
 use super::{
     column_merge::ColumnTensors,
-    exchange::{Exchange, count_bytes},
+    exchange::{HeadExchange, count_bytes},
 };
 
 /// The tensors of a pass over the heads of one member.
@@ -22,7 +22,7 @@ pub(super) struct ShardTensors {
     pub(super) sum: ShardTensor,
     /// Of an output that is not normalised.
     pub(super) ties: Option<ShardTensor>,
-    pub(super) backward: Option<BackwardTensors>,
+    pub(super) backward: Option<ShardGradients>,
     /// Of several key columns.
     pub(super) columns: Option<ColumnTensors>,
 }
@@ -37,7 +37,7 @@ pub(super) struct InputTensors {
 }
 
 /// The further tensors of a backward pass.
-pub(super) struct BackwardTensors {
+pub(super) struct ShardGradients {
     pub(super) dout: ShardTensor,
     /// dlse, or −delta with several key columns.
     pub(super) dlse: ShardTensor,
@@ -51,7 +51,7 @@ pub(super) struct BackwardTensors {
 
 impl ShardTensors {
     /// Allocates the tensors of `spec`, that of all heads.
-    pub(super) fn new(spec: &Spec, exchange: &Exchange, backward: bool) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, exchange: &HeadExchange, backward: bool) -> Result<Self> {
         let Dims { batch, head_dim, value_dim, kv_heads, .. } = spec.dims;
         let sums_dtype = spec.dtype.accumulator();
         let tensor = |side, heads: HeadAxis, dim, dtype, batch| {
@@ -85,7 +85,7 @@ impl ShardTensors {
             divides_heads.then(pair).transpose()
         };
         let gradients = || {
-            Ok(BackwardTensors {
+            Ok(ShardGradients {
                 dout: query(value_dim, spec.dtype)?,
                 dlse: statistic()?,
                 dq: query(head_dim, results_dtype)?,
@@ -120,7 +120,7 @@ impl ShardTensors {
         let InputTensors { q, kv, bias } = inputs;
         let statistics = [max, sum].into_iter().chain(ties).chain(out_residual);
         let gradients = backward.iter().flat_map(|of| {
-            let BackwardTensors { dout, dlse, dq, dkv, dbias, sums } = of;
+            let ShardGradients { dout, dlse, dq, dkv, dbias, sums } = of;
             let pairs = dkv.iter().chain(sums).flatten();
             [dout, dlse, dq].into_iter().chain(dbias).chain(pairs)
         });
@@ -161,7 +161,7 @@ impl InputTensors {
     }
 }
 
-impl BackwardTensors {
+impl ShardGradients {
     /// Returns the tensors that a backward pass sends, in the order of its fields.
     pub(super) fn outputs(&self) -> Vec<&ShardTensor> {
         let dkv = self.dkv.iter().flatten();

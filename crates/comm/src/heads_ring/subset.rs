@@ -20,14 +20,14 @@ use annulus_core::{
 };
 
 /// A transport with several handles.
-struct Shared<S: Space> {
+struct SharedTransport<S: Space> {
     transport: Box<dyn Transport<S>>,
     next_round: u64,
 }
 
 /// A handle on a transport, with some of its ranks.
 pub(super) struct Subset<S: Space> {
-    shared: Arc<Mutex<Shared<S>>>,
+    shared: Arc<Mutex<SharedTransport<S>>>,
     /// Rank of the shared transport of each rank of this one.
     members: Arc<[usize]>,
     rank: usize,
@@ -45,7 +45,7 @@ impl<S: Space> Subset<S> {
         let members = (0..transport.ranks()).collect();
         let rank = transport.rank();
         let placement = transport.placement().cloned();
-        let shared = Arc::new(Mutex::new(Shared { transport, next_round: 0 }));
+        let shared = Arc::new(Mutex::new(SharedTransport { transport, next_round: 0 }));
         Self { shared, members, rank, rounds: BTreeMap::new(), placement, is_whole: true }
     }
 
@@ -75,7 +75,7 @@ impl<S: Space> Subset<S> {
 
     /// Locks the shared transport. A panic of another handle's call has ended the plan, so its
     /// state is never computed with.
-    fn shared(&self) -> MutexGuard<'_, Shared<S>> {
+    fn shared(&self) -> MutexGuard<'_, SharedTransport<S>> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

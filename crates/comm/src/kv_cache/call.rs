@@ -8,13 +8,13 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, Error, Host, HostTensors, HostView, HostViewMut, MessageBalance,
-    Passes, RankShard, Result, Rows, Runs, Space, Transport, Workspace,
+    Outputs, Passes, RankShard, Result, Rows, Runs, Space, Workspace,
 };
 
 use super::{
     KvCache,
+    partial_call::RankPartialShape,
     partial_call::{MESSAGE_BYTES, ROUND_TAGS, Rounds},
-    partial_call::{PartialShape, Results},
 };
 use crate::{
     agreement::mid_call,
@@ -36,7 +36,7 @@ pub struct Attend<'a> {
 }
 
 /// A call whose memory is allocated.
-struct Prepared {
+struct PreparedCall {
     rounds: Rounds,
     /// Sum of [`MessageBalance`]; 0 for one rank.
     balance: u64,
@@ -66,7 +66,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let checked = caught(|| self.prepare(&tensors));
         let agreed = self.agree_on_call(&checked, queries);
         self.lengths = self.entered(agreed)?;
-        let Prepared { rounds, .. } = checked?;
+        let PreparedCall { rounds, .. } = checked?;
         self.run(start, self.bytes_predicted(queries), |cache| {
             let first_tag = cache.calls.take_tags(rounds.count() * ROUND_TAGS);
             cache.attend_rounds(tensors, &rounds, first_tag).map_err(mid_call)
@@ -94,7 +94,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     pub fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
         let queries = queries as u64;
         if self.spec.leaf_rows.is_none() {
-            let query = PartialShape::query_bytes(&self.spec.dims, self.spec.dtype);
+            let query = RankPartialShape::query_bytes(&self.spec.dims, self.spec.dtype);
             return (self.ranks as u64 - 1).saturating_mul(queries).saturating_mul(query);
         }
         let Some(first) = len.checked_sub(queries) else { return 0 };
@@ -118,7 +118,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     /// Checks the tensors of a call, divides it into rounds and allocates what they need.
-    fn prepare(&mut self, tensors: &Attend<'_>) -> Result<Prepared> {
+    fn prepare(&mut self, tensors: &Attend<'_>) -> Result<PreparedCall> {
         self.check(tensors)?;
         let queries = tensors.q.shape()[1] as u64;
         let rounds = self.rounds(self.len - queries..self.len);
@@ -131,7 +131,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             }
         }
         let balance = if self.ranks == 1 { 0 } else { self.message_balance(&rounds).sum() };
-        Ok(Prepared { rounds, balance })
+        Ok(PreparedCall { rounds, balance })
     }
 
     /// Divides the queries with the row numbers `rows`, the last ones of a cache, into rounds.
@@ -139,7 +139,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let longest = if self.spec.leaf_rows.is_some() {
             self.tree_messages(rows.clone(), rows.end).most_queries(MESSAGE_BYTES)
         } else {
-            MESSAGE_BYTES / PartialShape::query_bytes(&self.spec.dims, self.spec.dtype).max(1)
+            MESSAGE_BYTES / RankPartialShape::query_bytes(&self.spec.dims, self.spec.dtype).max(1)
         };
         Rounds::new(rows, longest)
     }
@@ -182,10 +182,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let rows = rounds.rows(round);
             let [first, end] =
                 [rows.start, rows.end].map(|row| annulus_core::index(row - rounds.all().start));
-            let results = Results {
-                out: out.reborrow().slice(1, first..end),
-                lse: lse.reborrow().slice(2, first..end),
-            };
+            let results = Outputs::new(
+                out.reborrow().slice(1, first..end),
+                lse.reborrow().slice(2, first..end),
+            );
             let q = q.reborrow().slice(1, first..end);
             let tag = first_tag + round * ROUND_TAGS;
             let sinks = sinks.as_ref();
@@ -205,7 +205,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     /// transports make use of it.
     fn agree_on_call(
         &mut self,
-        checked: &Result<Prepared>,
+        checked: &Result<PreparedCall>,
         queries: usize,
     ) -> Result<Option<AgreedLengths>> {
         let checked = checked.as_ref().map_err(Error::clone);

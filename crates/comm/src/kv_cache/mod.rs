@@ -15,9 +15,8 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `append.rs` | a new cache, appends and removals |
+//! | `append.rs` | a new cache, appends and removals; the memory of the rows, in wire order |
 //! | `page_set.rs` | rows of each rank; the pages that the queries of a call attend to |
-//! | `segments.rs` | their memory, in wire order |
 //! | `call.rs` | a call: agreement, rounds, bytes |
 //! | `partial_call.rs` | its division into rounds; a round in the default order, and its merge |
 //! | `tree_call.rs` | a round in the reproducible order |
@@ -29,7 +28,6 @@ mod call;
 mod page_set;
 mod page_tree;
 mod partial_call;
-mod segments;
 mod tree_call;
 mod tree_messages;
 
@@ -40,7 +38,7 @@ use annulus_core::{
 };
 
 pub use self::call::Attend;
-use self::{page_set::Pages, page_tree::PageTree, segments::Segments};
+use self::{append::Segments, page_set::Pages, page_tree::PageTree};
 use crate::calls::{Calls, Collective, caught};
 
 /// Keys and values of one sequence (per batch row), appended row by row or in chunks, of which each
@@ -64,7 +62,7 @@ pub struct KvCache<B: Backend> {
     workspace: Option<B::Workspace>,
     /// Merge of the pages, in the reproducible order.
     tree: Option<PageTree<B>>,
-    buffers: Buffers,
+    buffers: CacheBuffers,
     /// True if the transports of all ranks post receives ahead.
     posts_ahead: bool,
     /// Proof of the messages of the call under way, if transports make use of it.
@@ -73,7 +71,7 @@ pub struct KvCache<B: Backend> {
 }
 
 /// Buffers of the messages of one round.
-struct Buffers {
+struct CacheBuffers {
     /// Bytes of each.
     bytes: u64,
     own: Option<HostBuffer>,
@@ -138,7 +136,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             segments,
             workspace: None,
             tree: None,
-            buffers: Buffers { bytes: 0, own: None, receives: Vec::new() },
+            buffers: CacheBuffers { bytes: 0, own: None, receives: Vec::new() },
             posts_ahead,
             lengths: None,
             calls: Calls::new(1),

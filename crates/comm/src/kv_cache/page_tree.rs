@@ -24,7 +24,6 @@ use annulus_core::{
 
 use super::{
     page_set::PageSet,
-    partial_call::Results,
     tree_messages::{TreeMessages, too_short},
 };
 
@@ -242,7 +241,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
                 out.iter_mut().zip(value).for_each(|(out, acc)| *out = rounded(acc * factor));
             }
         }
-        let Results { out: mut out_rows, lse: mut lse_rows } =
+        let Outputs { out: mut out_rows, lse: mut lse_rows, .. } =
             messages.results(into, messages.pages.rank)?;
         out_rows.write(&out);
         lse_rows.write(&lse);

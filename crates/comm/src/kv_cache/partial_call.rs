@@ -24,10 +24,10 @@ use annulus_core::{
     HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index, memory,
 };
 
-use super::{Buffers, KvCache};
+use super::{CacheBuffers, KvCache};
 use crate::{
     merged_softmax::MergedSoftmax,
-    ring::{PassKind, in_flight::InFlight, program::Transfers, step_events::Observer},
+    ring::{PassKind, in_flight::InFlight, program::MessageGroup, step_events::Observer},
 };
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
@@ -42,7 +42,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             for _ in 1..self.ranks {
                 receives.push(HostBuffer::zeroed(bytes)?);
             }
-            self.buffers = Buffers { bytes, own: Some(own), receives };
+            self.buffers = CacheBuffers { bytes, own: Some(own), receives };
         }
         Ok(())
     }
@@ -53,8 +53,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         self.attend_to_shard(&shard)
     }
 
-    pub(super) const fn partial_shape(&self, queries: usize) -> PartialShape {
-        PartialShape { dims: self.spec.dims, dtype: self.spec.dtype, queries }
+    pub(super) const fn partial_shape(&self, queries: usize) -> RankPartialShape {
+        RankPartialShape { dims: self.spec.dims, dtype: self.spec.dtype, queries }
     }
 
     /// Returns the input of the workspace for these queries.
@@ -75,7 +75,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         &mut self,
         q: HostView<'_>,
         sinks: Option<&HostView<'_>>,
-        results: Results<'_>,
+        results: Outputs<HostViewMut<'_>>,
         tag: u64,
     ) -> Result<Duration> {
         let none = || Error::internal("a KV cache without memory for a call");
@@ -88,33 +88,21 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
         let mut own = buffers.own.take().ok_or_else(none)?;
         let message = own.bytes_mut().ok_or_else(none)?;
-        let PartialResults { out, max, sum } = shape.results(message)?;
         // the rank's rows are blocks: none is in the tensors of the call
         let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let empty = |dim| HostView::of_bytes(&[], spec.dtype, [batch, 0, kv_heads, dim]);
         let [k, v] = [empty(head_dim)?, empty(value_dim)?];
         let [q, k, v] = [q.reborrow(), k.reborrow(), v.reborrow()];
-        let inputs = Inputs { q, k, v, bias: None, sinks: None };
+        let inputs = Inputs::new(q, k, v);
         let mut pass = workspace.forward(inputs, &mut || in_flight.tick())?;
         for block in segments.blocks() {
             pass.attend(&block?, &mut || in_flight.tick())?;
             in_flight.check()?;
         }
         // the rank's lse is computed, and not sent
-        let [batch, heads, queries, _] = max.shape();
-        let sums = spec.dtype.accumulator();
-        let mut lse = HostBuffer::zeroed((batch * heads * queries * sums.bytes()) as u64)?;
-        let lse = lse.bytes_mut().ok_or_else(none)?;
-        let lse = HostViewMut::of_bytes(lse, sums, max.shape())?;
-        let partial = &mut Outputs {
-            out,
-            lse,
-            max: Some(max),
-            sum: Some(sum),
-            ties: None,
-            out_residual: None,
-        };
-        pass.finish(partial, &mut || in_flight.tick())?;
+        let mut lse = HostBuffer::zeroed(shape.statistic_bytes() as u64)?;
+        let mut partial = shape.results(message, lse.bytes_mut().ok_or_else(none)?)?;
+        pass.finish(&mut partial, &mut || in_flight.tick())?;
         in_flight.check()?;
 
         let source = (own, ());
@@ -135,7 +123,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
     }
 
     /// Returns the messages of a round: one to each rank, the nearest first.
-    pub(super) fn partial_transfers(&self, bytes: u64) -> Transfers {
+    pub(super) fn partial_transfers(&self, bytes: u64) -> MessageGroup {
         let header = |peer| MessageHeader {
             peer,
             channel: Channel::Kv,
@@ -147,7 +135,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let distances = 1..self.ranks;
         let to = distances.clone().map(|distance| (self.rank + distance) % self.ranks);
         let from = distances.map(|distance| (self.rank + self.ranks - distance) % self.ranks);
-        Transfers { sends: to.map(header).collect(), receives: from.map(header).collect() }
+        MessageGroup { sends: to.map(header).collect(), receives: from.map(header).collect() }
     }
 }
 
@@ -201,34 +189,21 @@ impl Rounds {
 
 /// Shape of the messages of some queries.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PartialShape {
+pub(super) struct RankPartialShape {
     pub(super) dims: Dims,
     pub(super) dtype: DType,
     /// Queries of the message.
     pub(super) queries: usize,
 }
 
-/// Output and lse of some queries.
-pub(super) struct Results<'a> {
-    pub(super) out: HostViewMut<'a>,
-    pub(super) lse: HostViewMut<'a>,
-}
-
-/// Tensors of a message.
-pub(super) struct PartialResults<'a> {
-    pub(super) out: HostViewMut<'a>,
-    pub(super) max: HostViewMut<'a>,
-    pub(super) sum: HostViewMut<'a>,
-}
-
 /// A message, widened.
-struct Part {
+struct ReadPartial {
     max: Vec<f64>,
     sum: Vec<f64>,
     out: Vec<f64>,
 }
 
-impl PartialShape {
+impl RankPartialShape {
     /// Returns the bytes of a message.
     pub(super) fn bytes(&self) -> u64 {
         (self.queries as u64).saturating_mul(Self::query_bytes(&self.dims, self.dtype))
@@ -241,18 +216,21 @@ impl PartialShape {
         rows * (dims.value_dim as u64 * dtype.bytes() as u64 + statistics)
     }
 
-    /// Returns the tensors of a message for writing.
-    pub(super) fn results<'a>(&self, message: &'a mut [u8]) -> Result<PartialResults<'a>> {
+    /// Returns the tensors of a message, and lse, for writing.
+    fn results<'a>(
+        &self,
+        message: &'a mut [u8],
+        lse: &'a mut [u8],
+    ) -> Result<Outputs<HostViewMut<'a>>> {
         let bytes = message.get_mut(..index(self.bytes())).ok_or_else(too_short)?;
         let statistic = self.statistic_bytes();
         let (max, rest) = bytes.split_at_mut_checked(statistic).ok_or_else(too_short)?;
         let (sum, out) = rest.split_at_mut_checked(statistic).ok_or_else(too_short)?;
         let sums = self.dtype.accumulator();
-        Ok(PartialResults {
-            out: HostViewMut::of_bytes(out, self.dtype, self.out_shape())?,
-            max: HostViewMut::of_bytes(max, sums, self.statistic_shape())?,
-            sum: HostViewMut::of_bytes(sum, sums, self.statistic_shape())?,
-        })
+        let statistic = |bytes| HostViewMut::of_bytes(bytes, sums, self.statistic_shape());
+        let out = HostViewMut::of_bytes(out, self.dtype, self.out_shape())?;
+        let [lse, max, sum] = [statistic(lse)?, statistic(max)?, statistic(sum)?];
+        Ok(Outputs { max: Some(max), sum: Some(sum), ..Outputs::new(out, lse) })
     }
 
     /// Merges the messages of all ranks, in their order, and the sinks `[q_heads|1, count, 1, 1]`.
@@ -260,7 +238,7 @@ impl PartialShape {
         &self,
         messages: &[&[u8]],
         sinks: Option<&HostView<'_>>,
-        results: Results<'_>,
+        results: Outputs<HostViewMut<'_>>,
     ) -> Result<()> {
         let sinks_shape = sinks.map(HostView::shape);
         let mut parts = Vec::with_capacity(messages.len());
@@ -273,7 +251,7 @@ impl PartialShape {
             let max = HostView::of_bytes(max, sums, self.statistic_shape())?.widened()?;
             let sum = HostView::of_bytes(sum, sums, self.statistic_shape())?.widened()?;
             let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
-            parts.push(Part { max, sum, out });
+            parts.push(ReadPartial { max, sum, out });
         }
         let sinks = sinks.map(HostView::widened).transpose()?.unwrap_or_default();
         let Dims { batch, q_heads, value_dim, .. } = self.dims;
@@ -309,7 +287,7 @@ impl PartialShape {
             acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
             lse[row] = softmax.lse();
         }
-        let Results { out: mut all, lse: mut statistics } = results;
+        let Outputs { out: mut all, lse: mut statistics, .. } = results;
         all.write(&out);
         statistics.write(&lse);
         Ok(())

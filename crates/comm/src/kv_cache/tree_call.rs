@@ -21,11 +21,10 @@ use annulus_core::{
 };
 
 use super::{
-    Buffers, KvCache,
+    CacheBuffers, KvCache,
     page_set::PageSet,
     page_set::Pages,
     page_tree::PageTree,
-    partial_call::Results,
     partial_call::Rounds,
     tree_messages::{PageResult, TreeMessages, too_short},
 };
@@ -55,7 +54,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let visible = &messages.visible;
         PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, visible)?;
         let [sent, received] = [messages.send_bytes(), messages.receive_bytes()];
-        let Buffers { own, receives, .. } = &self.buffers;
+        let CacheBuffers { own, receives, .. } = &self.buffers;
         let is_long = |buffer: &_, bytes| Host::size(buffer) >= bytes;
         if !own.as_ref().is_some_and(|own| is_long(own, sent))
             || !receives.iter().all(|buffer| is_long(buffer, received))
@@ -67,7 +66,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             for _ in 1..self.ranks {
                 receives.push(HostBuffer::zeroed(received)?);
             }
-            self.buffers = Buffers { bytes: sent, own, receives };
+            self.buffers = CacheBuffers { bytes: sent, own, receives };
         }
         Ok(())
     }
@@ -79,7 +78,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         q: HostView<'_>,
         rows: Range<u64>,
         sinks: Option<&HostView<'_>>,
-        results: Results<'_>,
+        results: Outputs<HostViewMut<'_>>,
         tag: u64,
     ) -> Result<Duration> {
         let none = || Error::internal("a KV cache without memory for a call");
@@ -102,7 +101,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             let Dims { batch, kv_heads, head_dim, value_dim, .. } = messages.dims;
             let empty = |dim| HostView::of_bytes(&[], messages.dtype, [batch, 0, kv_heads, dim]);
             let [k, v] = [empty(head_dim)?, empty(value_dim)?];
-            let inputs = Inputs { q: q.reborrow(), k, v, bias: None, sinks: None };
+            let inputs = Inputs::new(q.reborrow(), k, v);
             let mut pass = workspace.forward(inputs, &mut || in_flight.tick())?;
             pass.attend(&block, &mut || in_flight.tick())?;
             pass.finish(&mut page_results.outputs()?, &mut || in_flight.tick())?;
@@ -149,7 +148,7 @@ fn write_results(
     messages: &TreeMessages,
     (rank, own): (u64, &HostBuffer),
     arrived: &[(MessageHeader, Arrived<Host>)],
-    results: Results<'_>,
+    results: Outputs<HostViewMut<'_>>,
 ) -> Result<()> {
     let rows = index(messages.rows_of(messages.pages.ranks - 1).end);
     let mut out = memory::filled("the results", rows * messages.dims.value_dim, 0.0)?;
@@ -158,7 +157,7 @@ fn write_results(
     for (rank, buffer) in of_ranks.chain([(rank, own)]) {
         messages.read_results(rank, buffer.bytes(), &mut out, &mut lse)?;
     }
-    let Results { out: mut all, lse: mut statistics } = results;
+    let Outputs { out: mut all, lse: mut statistics, .. } = results;
     all.write(&out);
     statistics.write(&lse);
     Ok(())

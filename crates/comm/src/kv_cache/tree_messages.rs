@@ -13,11 +13,11 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Result, index,
+    Channel, DType, Dims, Error, HostView, HostViewMut, MessageHeader, Outputs, Result, index,
 };
 
-use super::{page_set::PageSet, page_set::Pages, partial_call::Results};
-use crate::ring::program::Transfers;
+use super::page_set::{PageSet, Pages};
+use crate::ring::program::MessageGroup;
 
 /// Messages of `queries` queries.
 #[derive(Debug, Clone)]
@@ -113,7 +113,7 @@ impl TreeMessages {
 
     /// Returns the messages of the reduce-scatter, to and from the nearest rank first. Empty
     /// messages are not sent.
-    pub(super) fn page_transfers(&self) -> Transfers {
+    pub(super) fn page_transfers(&self) -> MessageGroup {
         self.transfers(
             0,
             |to| self.pages_to(self.pages.rank, to),
@@ -125,7 +125,7 @@ impl TreeMessages {
     }
 
     /// Returns the messages of the all-gather.
-    pub(super) fn result_transfers(&self) -> Transfers {
+    pub(super) fn result_transfers(&self) -> MessageGroup {
         let own = 0..self.results_of(self.pages.rank);
         self.transfers(1, |_| own.clone(), |from| 0..self.results_of(from))
     }
@@ -135,7 +135,7 @@ impl TreeMessages {
         tag: u64,
         sent: impl Fn(u64) -> Range<u64>,
         received: impl Fn(u64) -> Range<u64>,
-    ) -> Transfers {
+    ) -> MessageGroup {
         let Pages { rank, ranks, .. } = self.pages;
         let header = |peer: u64, bytes: Range<u64>| {
             (bytes.start < bytes.end).then(|| MessageHeader {
@@ -149,7 +149,7 @@ impl TreeMessages {
         };
         let to = (1..ranks).map(|distance| (rank + distance) % ranks);
         let from = (1..ranks).map(|distance| (rank + ranks - distance) % ranks);
-        Transfers {
+        MessageGroup {
             sends: to.filter_map(|peer| header(peer, sent(peer))).collect(),
             receives: from.filter_map(|peer| header(peer, received(peer))).collect(),
         }
@@ -206,15 +206,19 @@ impl TreeMessages {
 
     /// Returns the tensors of the message with the results of `rank`, for writing: lse
     /// `[rows, 1, 1, 1]`, out `[rows, 1, 1, dv]`.
-    pub(super) fn results<'a>(&self, message: &'a mut [u8], rank: u64) -> Result<Results<'a>> {
+    pub(super) fn results<'a>(
+        &self,
+        message: &'a mut [u8],
+        rank: u64,
+    ) -> Result<Outputs<HostViewMut<'a>>> {
         let (rows, lse_bytes) = self.lengths_of_results(rank);
         let bytes = message.get_mut(..index(self.results_of(rank))).ok_or_else(too_short)?;
         let (lse, out) = bytes.split_at_mut(lse_bytes);
         let shape = |dim| [rows, 1, 1, dim];
-        Ok(Results {
-            out: HostViewMut::of_bytes(out, self.dtype, shape(self.dims.value_dim))?,
-            lse: HostViewMut::of_bytes(lse, self.dtype.accumulator(), shape(1))?,
-        })
+        Ok(Outputs::new(
+            HostViewMut::of_bytes(out, self.dtype, shape(self.dims.value_dim))?,
+            HostViewMut::of_bytes(lse, self.dtype.accumulator(), shape(1))?,
+        ))
     }
 
     /// Copies the results of `rank` to `out` `[b, queries, q_heads, dv]` and `lse`
@@ -327,7 +331,7 @@ mod tests {
             for rank in 0..ranks {
                 let of_rank = messages(rank, ranks, len, queries);
                 let lists = [of_rank.page_transfers(), of_rank.result_transfers()];
-                let sent: u64 = lists.iter().map(Transfers::bytes_sent).sum();
+                let sent: u64 = lists.iter().map(MessageGroup::bytes_sent).sum();
                 assert_eq!(sent, of_rank.bytes_sent());
                 let sends = lists.iter().flat_map(|list| &list.sends);
                 let end = sends.flat_map(|header| header.ranges.iter().map(|range| range.end));

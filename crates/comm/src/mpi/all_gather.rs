@@ -23,7 +23,7 @@ use super::frame::PartRun;
 
 /// State of one all-gather on this rank.
 #[derive(Debug)]
-pub(super) struct AllGather {
+pub(super) struct TreeAllGather {
     /// Parts that have arrived, by rank. Equal neighbours share their bytes.
     parts: Vec<Option<Arc<[u8]>>>,
     /// Number of ranks whose part has not arrived.
@@ -44,7 +44,7 @@ pub(super) struct GatherMessage {
     pub(super) ranks: Vec<usize>,
 }
 
-impl AllGather {
+impl TreeAllGather {
     pub(super) fn new(ranks: usize) -> Self {
         Self { parts: vec![None; ranks], missing: ranks, unsent: 0, number: None, reach: 1 }
     }
@@ -146,7 +146,7 @@ mod tests {
             ranks in 1usize..70,
             order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
         ) {
-            let mut gathers: Vec<AllGather> = (0..ranks).map(|_| AllGather::new(ranks)).collect();
+            let mut gathers: Vec<TreeAllGather> = (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
             let mut in_flight = Vec::new();
             for (rank, gather) in gathers.iter_mut().enumerate() {
                 prop_assert!(gather.put(rank, &[rank as u8]));
@@ -182,7 +182,7 @@ mod tests {
     fn a_rank_that_has_not_started_sends_nothing() {
         let message =
             |receiver, ranks: &[usize]| Some(GatherMessage { receiver, ranks: ranks.to_vec() });
-        let mut gather = AllGather::new(4);
+        let mut gather = TreeAllGather::new(4);
         assert!(gather.put(2, &[]));
         assert_eq!(gather.next(1), None);
         assert!(!gather.has_messages_left() && !gather.is_complete() && !gather.is_incomplete());
@@ -198,10 +198,11 @@ mod tests {
     /// that a rank has sent, with 24 bytes for each run.
     fn gather(parts: &[Vec<u8>]) -> (Vec<Vec<u8>>, usize) {
         let ranks = parts.len();
-        let mut gathers: Vec<AllGather> = (0..ranks).map(|_| AllGather::new(ranks)).collect();
+        let mut gathers: Vec<TreeAllGather> =
+            (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
         let mut sent = vec![0; ranks];
         let mut in_flight = Vec::new();
-        let mut send = |rank: usize, gather: &mut AllGather, in_flight: &mut Vec<_>| {
+        let mut send = |rank: usize, gather: &mut TreeAllGather, in_flight: &mut Vec<_>| {
             while let Some(GatherMessage { receiver, ranks }) = gather.next(rank) {
                 let runs = gather.runs(ranks);
                 sent[rank] += runs.iter().map(|run| 24 + run.bytes.len()).sum::<usize>();
@@ -220,7 +221,7 @@ mod tests {
             }
             send(receiver, gather, &mut in_flight);
         }
-        let mut all = gathers.into_iter().map(AllGather::into_parts);
+        let mut all = gathers.into_iter().map(TreeAllGather::into_parts);
         let first = all.next().unwrap();
         assert!(all.all(|parts| parts == first));
         (first, sent.into_iter().max().unwrap())
@@ -249,7 +250,7 @@ mod tests {
     #[test]
     fn runs_outside_of_the_ranks_are_refused() {
         let run = |first, ranks| PartRun { first, ranks, bytes: [1].into() };
-        let mut gather = AllGather::new(4);
+        let mut gather = TreeAllGather::new(4);
         for (first, ranks) in [(0, 0), (0, 5), (4, 1), (3, 2), (u64::MAX, 2), (2, u64::MAX)] {
             assert!(!gather.put_run(&run(first, ranks)), "{first} {ranks}");
         }

@@ -62,7 +62,7 @@ impl ParentCommunicator {
 }
 
 /// A communicator created here, with errors returned.
-pub(super) struct Communicator {
+pub(super) struct MpiCommunicator {
     raw: ffi::MPI_Comm,
     rank: usize,
     ranks: usize,
@@ -73,9 +73,9 @@ pub(super) struct Communicator {
 
 // SAFETY: a handle is a number or a pointer to memory of MPI's, which belongs to no thread. The
 // thread that calls MPI with it is checked at every call by `enter` (rule 2), not by the type.
-unsafe impl Send for Communicator {}
+unsafe impl Send for MpiCommunicator {}
 
-impl Communicator {
+impl MpiCommunicator {
     /// Duplicates `parent` within `timeout`, under a name that debuggers and profilers show.
     ///
     /// # Errors
@@ -157,7 +157,7 @@ impl Communicator {
         self.owner.is_none()
     }
 
-    /// Returns the handle. Before calling MPI with it, call [`Communicator::enter`].
+    /// Returns the handle. Before calling MPI with it, call [`MpiCommunicator::enter`].
     pub(super) const fn raw(&self) -> ffi::MPI_Comm {
         self.raw
     }

@@ -20,17 +20,17 @@ use std::{
 use annulus_core::{Channel, Result};
 
 use super::{
-    all_gather::AllGather,
+    all_gather::TreeAllGather,
     ffi,
     gpu_awareness::{GpuAwareness, GpuRuntime},
     lifetime::{self, Lifetime, lifetime},
-    messages::{Announcement, PostedReceive, QueuedSend, ReceiveStage, SendKey},
+    messages::{Announcement, MpiReceive, QueuedSend, ReceiveStage, SendKey},
     peers::{Departure, Departures},
 };
 
 /// State of one plan's messages on this rank.
 #[derive(Default)]
-pub(super) struct Context {
+pub(super) struct PlanContext {
     /// False before this rank has created the context: frames of others may arrive earlier.
     pub(super) is_open: bool,
     /// True if receives with agreed lengths start when they are posted. Then the context has its
@@ -43,12 +43,12 @@ pub(super) struct Context {
     /// Steps of the sends that have not completed, by receiver and in order.
     pub(super) send_steps: BTreeMap<usize, VecDeque<usize>>,
     /// Posted and not yet taken.
-    pub(super) receives: Vec<PostedReceive>,
+    pub(super) receives: Vec<MpiReceive>,
     /// Announced before their receives were posted.
     pub(super) early: Vec<Announcement>,
     /// Tag of the last posted receive, by peer and channel.
     pub(super) last_tags: HashMap<(usize, Channel), u64>,
-    pub(super) all_gathers: BTreeMap<u64, AllGather>,
+    pub(super) all_gathers: BTreeMap<u64, TreeAllGather>,
     /// Number of all-gathers that this rank has started.
     pub(super) started: u64,
     /// Step of the last post.
@@ -59,7 +59,7 @@ pub(super) struct Context {
     pub(super) departures: Departures,
 }
 
-impl Context {
+impl PlanContext {
     /// Counts a send as in flight.
     pub(super) fn begin_send(&mut self, key: SendKey, step: usize) {
         self.sends.push(key);
@@ -117,7 +117,7 @@ impl Context {
         // its own last frame comes after all its other frames, but its blocks may take a little
         // longer
         let is_final = overdue || !departure.is_forwarded;
-        let is_missing = |receive: &&PostedReceive| match receive.stage {
+        let is_missing = |receive: &&MpiReceive| match receive.stage {
             ReceiveStage::Posted => {
                 receive.header.peer == peer
                     && is_final
@@ -132,7 +132,8 @@ impl Context {
         // a rank that started an all-gather may leave while other ranks still forward its part
         let started = Some(departure.started);
         let gather = || {
-            let misses = |gather: &AllGather| gather.is_incomplete() && gather.number >= started;
+            let misses =
+                |gather: &TreeAllGather| gather.is_incomplete() && gather.number >= started;
             self.all_gathers.values().any(misses)
         };
         receive.or_else(send).or_else(|| gather().then_some(self.step))
@@ -142,7 +143,7 @@ impl Context {
     /// all-gather that is incomplete here.
     pub(super) fn is_unfinished_by(&self, departure: &Departure) -> bool {
         let is_incomplete =
-            |round: &u64| self.all_gathers.get(round).is_some_and(AllGather::is_incomplete);
+            |round: &u64| self.all_gathers.get(round).is_some_and(TreeAllGather::is_incomplete);
         departure.unfinished.iter().any(is_incomplete)
     }
 }
@@ -264,7 +265,7 @@ mod tests {
         fn counters_equal_the_results_of_sweeps_over_all_sends(
             events in prop::collection::vec((any::<bool>(), 0usize..5, 0usize..4), 0..200),
         ) {
-            let mut context = Context::default();
+            let mut context = PlanContext::default();
             let mut sends: Vec<(SendKey, usize)> = Vec::new();
             for (number, (begins, peer, step)) in events.into_iter().enumerate() {
                 if begins {

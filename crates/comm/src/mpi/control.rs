@@ -15,9 +15,9 @@ use std::{
 use annulus_core::{Error, HostBuffer, Result};
 
 use super::{
-    all_gather::{AllGather, GatherMessage},
-    endpoint::Endpoint,
-    frame::Frame,
+    all_gather::{GatherMessage, TreeAllGather},
+    endpoint::MpiEndpoint,
+    frame::ControlFrame,
     messages::MessageBuffer,
     messages::MessageKind,
     requests::{Address, LONGEST_PIECE, Mode},
@@ -31,7 +31,7 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(25);
 /// enough that the copies of parts in flight take little memory.
 const FRAME_BYTES: usize = 1 << 20;
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Sends all messages of all-gather `round` of a context whose parts are present.
     pub(super) fn forward_parts(&mut self, context: u64, round: u64) -> Result<()> {
         let rank = self.rank;
@@ -51,7 +51,7 @@ impl Endpoint {
                     parts.push(run);
                 }
                 self.all_gather(context, round).unsent += 1;
-                let frame = Frame::GatherParts { context, round, parts }.encode()?;
+                let frame = ControlFrame::GatherParts { context, round, parts }.encode()?;
                 let kind = MessageKind::GatherParts { context, peer: receiver, round };
                 self.send_frame(receiver, &frame, kind)?;
             }
@@ -60,10 +60,10 @@ impl Endpoint {
     }
 
     /// Returns the state of all-gather `round` of a context, created by its first use.
-    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut AllGather {
+    pub(super) fn all_gather(&mut self, context: u64, round: u64) -> &mut TreeAllGather {
         let ranks = self.ranks;
         let all_gathers = &mut self.context(context).all_gathers;
-        all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
+        all_gathers.entry(round).or_insert_with(|| TreeAllGather::new(ranks))
     }
 
     /// Sends a frame to `peer`.
@@ -81,7 +81,7 @@ impl Endpoint {
     pub(super) fn send_to_each(
         &mut self,
         peers: impl IntoIterator<Item = usize>,
-        frame: &Frame,
+        frame: &ControlFrame,
     ) -> Result<()> {
         let frame = frame.encode()?;
         peers.into_iter().try_for_each(|peer| {
@@ -102,7 +102,7 @@ impl Endpoint {
         };
         for peer in self.peers.staying().to_vec() {
             // a rank that does not get it fails at its deadline
-            drop(self.send_to_each([peer], &Frame::Abort { rank, what: what.clone() }));
+            drop(self.send_to_each([peer], &ControlFrame::Abort { rank, what: what.clone() }));
         }
     }
 
@@ -111,7 +111,7 @@ impl Endpoint {
         let RankWork { rank, count, at } = self.work.latest();
         let age = now.saturating_duration_since(at).as_nanos();
         let age = u64::try_from(age).unwrap_or(u64::MAX);
-        let frame = Frame::Heartbeat { rank: rank as u64, count, age };
+        let frame = ControlFrame::Heartbeat { rank: rank as u64, count, age };
         let staying = self.peers.staying().to_vec();
         let peers = staying.into_iter().filter(|&peer| self.peers[peer].count_heartbeat());
         let peers: Vec<usize> = peers.collect();
@@ -188,7 +188,7 @@ impl Endpoint {
             return Ok(None);
         }
         context.is_working = false;
-        Ok(context.all_gathers.remove(&round).map(AllGather::into_parts))
+        Ok(context.all_gathers.remove(&round).map(TreeAllGather::into_parts))
     }
 
     /// Returns the ranks whose part of an all-gather has not arrived.

@@ -27,8 +27,8 @@ use super::{
 use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},
-    device_heartbeat::DeviceHeartbeat,
     ranges,
+    staged::DeviceHeartbeat,
     staged::is_same_message,
 };
 

@@ -1,33 +1,35 @@
-//! Endpoint: communicators, requests and peers of one rank, with the contexts of its plans.
+//! Endpoint: communicators, requests and peers of one rank, with the contexts of its plans; and a
+//! handle to an endpoint, as the transport of one plan.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
+};
 
 use super::{
-    CONTROL, Settings,
+    CONTROL, Mpi, Settings,
     circulant::Barrier,
-    communicator::Communicator,
-    context::Context,
+    communicator::MpiCommunicator,
+    context::PlanContext,
     control::LatestWork,
-    messages::MessageKind,
-    messages::WireTags,
+    lifetime::{check_process, is_forked},
+    messages::{MessageBuffer, MessageKind, WireTags},
     nodes::{NodeMap, gather_records},
-    peers::Departure,
-    peers::Peers,
+    peers::{Departure, Peers},
     requests::Requests,
 };
 use crate::staged::Staging;
 
 /// State of one rank that its contexts share.
-pub(super) struct Endpoint {
+pub(super) struct MpiEndpoint {
     /// `None` once it is being dropped.
-    pub(super) data: Option<Communicator>,
-    pub(super) control: Option<Communicator>,
+    pub(super) data: Option<MpiCommunicator>,
+    pub(super) control: Option<MpiCommunicator>,
     pub(super) rank: usize,
     pub(super) ranks: usize,
     pub(super) settings: Settings,
@@ -41,7 +43,7 @@ pub(super) struct Endpoint {
     /// Empty until the records of all ranks are gathered, right after creation.
     pub(super) nodes: Arc<NodeMap>,
     /// By number. A context is removed when it is dropped and its last send has completed.
-    pub(super) contexts: BTreeMap<u64, Context>,
+    pub(super) contexts: BTreeMap<u64, PlanContext>,
     /// Number of the next context that this rank creates.
     pub(super) next_context: u64,
     /// Number of messages that this rank has announced.
@@ -60,12 +62,12 @@ pub(super) struct Endpoint {
     pub(super) failed: Option<Error>,
 }
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Creates the endpoint of a communicator that is its own, without the records of other ranks
     /// and without contexts.
-    pub(super) fn new(data: Communicator, settings: Settings) -> Result<Self> {
+    pub(super) fn new(data: MpiCommunicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
-        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
+        let control = MpiCommunicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
         let rank = data.rank();
         let ranks = data.ranks();
         let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
@@ -112,7 +114,7 @@ impl Endpoint {
     }
 
     /// Returns the two communicators, `data` and `control`, if this thread may call MPI now.
-    pub(super) fn enter(&self) -> Result<(&Communicator, &Communicator)> {
+    pub(super) fn enter(&self) -> Result<(&MpiCommunicator, &MpiCommunicator)> {
         match (&self.data, &self.control) {
             (Some(data), Some(control)) => data.enter().map(|()| (data, control)),
             _ => Err(Error::invalid("MPI", "an endpoint that is being dropped", "one that is not")),
@@ -146,7 +148,7 @@ impl Endpoint {
         self.check_alive()?;
         let number = self.next_context;
         let slot = self.tags.slot(number);
-        let has_same_slot = |(&other, context): (&u64, &Context)| {
+        let has_same_slot = |(&other, context): (&u64, &PlanContext)| {
             context.is_open && context.posts_ahead && self.tags.slot(other) == slot
         };
         let posts_ahead =
@@ -166,7 +168,7 @@ impl Endpoint {
 
     /// Returns the state of a context, created by its first use: frames of ranks that have created
     /// it may arrive before this rank does.
-    pub(super) fn context(&mut self, number: u64) -> &mut Context {
+    pub(super) fn context(&mut self, number: u64) -> &mut PlanContext {
         self.contexts.entry(number).or_default()
     }
 
@@ -185,7 +187,7 @@ impl Endpoint {
     }
 }
 
-impl Context {
+impl PlanContext {
     /// Records that `peer` has left the endpoint without having created this context, unless it is
     /// known to have left this one.
     fn depart_before_creation(&mut self, peer: usize, at: Instant) {
@@ -198,16 +200,134 @@ impl Context {
 }
 
 /// An endpoint that handles and the list of deferred drops share.
-pub(super) struct SharedEndpoint(Mutex<Endpoint>);
+pub(super) struct SharedEndpoint(Mutex<MpiEndpoint>);
 
 impl SharedEndpoint {
-    pub(super) const fn new(endpoint: Endpoint) -> Self {
+    pub(super) const fn new(endpoint: MpiEndpoint) -> Self {
         Self(Mutex::new(endpoint))
     }
 
     /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Endpoint> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, MpiEndpoint> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Mpi {
+    /// Calls `work` with the endpoint, then notes which neighbours are left.
+    fn with_endpoint<R>(&mut self, work: impl FnOnce(&mut MpiEndpoint, u64) -> R) -> R {
+        let mut endpoint = self.shared.lock();
+        let result = work(&mut endpoint, self.context);
+        // neighbours only leave
+        if endpoint.peers.staying().len() != self.watched.len() {
+            self.watched = endpoint.peers.staying().to_vec();
+        }
+        result
+    }
+}
+
+impl Transport<Host> for Mpi {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        check_process()?;
+        self.with_endpoint(|endpoint, context| endpoint.post(context, sends, receives))
+    }
+
+    fn progress(&mut self, timeout: Duration) -> Result<()> {
+        // not in the polls between tiles
+        if !timeout.is_zero() {
+            check_process()?;
+        }
+        self.shared.wait(timeout, &mut self.seen)?;
+        self.with_endpoint(|_, _| Ok(()))
+    }
+
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let taken =
+            self.with_endpoint(|endpoint, context| endpoint.take_buffer(context, header))?;
+        Ok(taken.and_then(MessageBuffer::into_host).map(|buffer| Arrived { buffer, ready: () }))
+    }
+
+    annulus_core::messages_are_blocks! {}
+
+    fn pending(&self) -> bool {
+        let endpoint = self.shared.lock();
+        endpoint.contexts.get(&self.context).is_some_and(|context| context.has_unsent())
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        let endpoint = self.shared.lock();
+        endpoint.contexts.get(&self.context).map_or(0, |context| context.bytes_sent)
+    }
+
+    fn posts_ahead(&self) -> bool {
+        self.posts_ahead
+    }
+
+    fn runs_groups_in_order(&self) -> bool {
+        false
+    }
+}
+
+impl Control for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        check_process()?;
+        self.with_endpoint(|endpoint, context| endpoint.start_all_gather(context, round, bytes))
+    }
+
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.with_endpoint(|endpoint, context| endpoint.try_all_gather(context, round))
+    }
+
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.shared.lock().stragglers(self.context, round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        if !is_forked() {
+            self.with_endpoint(|endpoint, _| endpoint.abort(error));
+        }
+    }
+
+    fn heartbeat(&mut self, working: bool) {
+        if !is_forked() {
+            self.with_endpoint(|endpoint, context| endpoint.heartbeat(context, working));
+        }
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        Some(self.nodes.placement())
+    }
+
+    fn any_thread(&self) -> bool {
+        Self::any_thread(self)
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        if peer == self.rank { Instant::now() } else { self.shared.lock().peers.last_heard(peer) }
+    }
+
+    fn watched(&self) -> Option<&[usize]> {
+        Some(&self.watched)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.shared.lock().work.latest().at
     }
 }
 
@@ -215,8 +335,8 @@ impl SharedEndpoint {
 mod tests {
     use super::*;
 
-    fn rank() -> Endpoint {
-        let mut rank = Endpoint::detached(0, 3);
+    fn rank() -> MpiEndpoint {
+        let mut rank = MpiEndpoint::detached(0, 3);
         rank.tags = WireTags::new(i32::MAX as u64, 3).unwrap();
         rank.posts_ahead = true;
         rank

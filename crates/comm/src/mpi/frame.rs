@@ -8,7 +8,7 @@ use super::messages::number as channel_number;
 
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Frame {
+pub(super) enum ControlFrame {
     /// The sender lives. The latest work that it knows of is number `count` of `rank`, and
     /// `age` nanoseconds old.
     Heartbeat { rank: u64, count: u64, age: u64 },
@@ -48,9 +48,9 @@ pub(super) struct PartRun {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leaving {
     /// A context.
-    Context,
+    PlanContext,
     /// The endpoint, through the barrier that frees the communicators.
-    Endpoint,
+    MpiEndpoint,
     /// The endpoint after a failure, without the barrier.
     FailedEndpoint,
 }
@@ -58,16 +58,16 @@ pub(super) enum Leaving {
 impl Leaving {
     const fn number(self) -> u64 {
         match self {
-            Self::Context => 0,
-            Self::Endpoint => 1,
+            Self::PlanContext => 0,
+            Self::MpiEndpoint => 1,
             Self::FailedEndpoint => 2,
         }
     }
 
     const fn of_number(number: u64) -> Option<Self> {
         match number {
-            0 => Some(Self::Context),
-            1 => Some(Self::Endpoint),
+            0 => Some(Self::PlanContext),
+            1 => Some(Self::MpiEndpoint),
             2 => Some(Self::FailedEndpoint),
             _ => None,
         }
@@ -78,7 +78,7 @@ impl Leaving {
 /// the eager limit of Open MPI (4 KiB in shared memory), so that an abort leaves at once.
 const LONGEST_TEXT: usize = 2000;
 
-impl Frame {
+impl ControlFrame {
     /// Encodes the frame into a new buffer.
     pub(super) fn encode(&self) -> Result<HostBuffer> {
         let listed: Vec<u8>;
@@ -131,7 +131,7 @@ impl Frame {
 }
 
 /// Decodes a frame; `None` if it is malformed.
-fn read(bytes: &[u8]) -> Option<Frame> {
+fn read(bytes: &[u8]) -> Option<ControlFrame> {
     let (&kind, mut rest) = bytes.split_first()?;
     let mut next = || {
         let (number, behind) = rest.split_first_chunk::<8>()?;
@@ -139,8 +139,8 @@ fn read(bytes: &[u8]) -> Option<Frame> {
         Some(u64::from_le_bytes(*number))
     };
     let frame = match kind {
-        0 => Frame::Heartbeat { rank: next()?, count: next()?, age: next()? },
-        1 => Frame::Announce {
+        0 => ControlFrame::Heartbeat { rank: next()?, count: next()?, age: next()? },
+        1 => ControlFrame::Announce {
             context: next()?,
             channel: channel(next()?)?,
             tag: next()?,
@@ -149,23 +149,23 @@ fn read(bytes: &[u8]) -> Option<Frame> {
             piece: next()?,
             number: next()?,
         },
-        2 => Frame::GatherParts {
+        2 => ControlFrame::GatherParts {
             context: next()?,
             round: next()?,
             parts: parts(std::mem::take(&mut rest))?,
         },
-        3 => Frame::Abort {
+        3 => ControlFrame::Abort {
             rank: next()?,
             what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
         },
-        4 => Frame::Leave {
+        4 => ControlFrame::Leave {
             context: next()?,
             rank: next()?,
             started: next()?,
             leaving: Leaving::of_number(next()?)?,
             unfinished: numbers(std::mem::take(&mut rest))?,
         },
-        5 => Frame::Barrier { round: next()? },
+        5 => ControlFrame::Barrier { round: next()? },
         _ => return None,
     };
     rest.is_empty().then_some(frame)
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn frames_round_trip_and_truncated_ones_are_errors() {
         let run = |first, ranks, bytes: &[u8]| PartRun { first, ranks, bytes: bytes.into() };
-        let announce = |channel| Frame::Announce {
+        let announce = |channel| ControlFrame::Announce {
             context: 2,
             channel,
             tag: u64::MAX,
@@ -214,7 +214,7 @@ mod tests {
             piece: 7,
             number: 8,
         };
-        let leave = |leaving| Frame::Leave {
+        let leave = |leaving| ControlFrame::Leave {
             context: 5,
             rank: 2,
             started: 3,
@@ -222,47 +222,48 @@ mod tests {
             unfinished: vec![1, u64::MAX],
         };
         let frames = [
-            Frame::Heartbeat { rank: 3, count: 7, age: u64::MAX },
+            ControlFrame::Heartbeat { rank: 3, count: 7, age: u64::MAX },
             announce(Channel::Kv),
             announce(Channel::PartialGrad),
             announce(Channel::FinalGrad),
-            Frame::GatherParts {
+            ControlFrame::GatherParts {
                 context: 1,
                 round: 9,
                 parts: vec![run(4, 1, &[1, 2, 3]), run(5, 7, &[]), run(0, 2, &[7; 20])],
             },
-            Frame::Abort { rank: 2, what: "é".into() },
-            leave(Leaving::Context),
-            leave(Leaving::Endpoint),
+            ControlFrame::Abort { rank: 2, what: "é".into() },
+            leave(Leaving::PlanContext),
+            leave(Leaving::MpiEndpoint),
             leave(Leaving::FailedEndpoint),
-            Frame::Barrier { round: 12 },
+            ControlFrame::Barrier { round: 12 },
         ];
         for frame in frames {
             let buffer = frame.encode().unwrap();
-            assert_eq!(Frame::decode(buffer.bytes(), 1), Ok(frame));
+            assert_eq!(ControlFrame::decode(buffer.bytes(), 1), Ok(frame));
             for end in 0..buffer.bytes().len().min(9) {
                 assert!(matches!(
-                    Frame::decode(&buffer.bytes()[..end], 1),
+                    ControlFrame::decode(&buffer.bytes()[..end], 1),
                     Err(Error::Comm { peer: 1, .. })
                 ));
             }
         }
-        assert!(Frame::decode(&[[0].as_slice(), &[0; 25]].concat(), 1).is_err());
-        assert!(Frame::decode(&[6], 1).is_err());
+        assert!(ControlFrame::decode(&[[0].as_slice(), &[0; 25]].concat(), 1).is_err());
+        assert!(ControlFrame::decode(&[6], 1).is_err());
         // a part that is shorter than its length, a list that ends within a number
-        let parts = Frame::GatherParts { context: 0, round: 9, parts: vec![run(4, 1, &[1, 2, 3])] };
+        let parts =
+            ControlFrame::GatherParts { context: 0, round: 9, parts: vec![run(4, 1, &[1, 2, 3])] };
         let whole = parts.encode().unwrap();
-        assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
-        assert!(Frame::decode(&[[4].as_slice(), &[0; 36]].concat(), 1).is_err());
+        assert!(ControlFrame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
+        assert!(ControlFrame::decode(&[[4].as_slice(), &[0; 36]].concat(), 1).is_err());
         // no way to leave
-        assert!(Frame::decode(&[[4].as_slice(), &[3; 32]].concat(), 1).is_err());
+        assert!(ControlFrame::decode(&[[4].as_slice(), &[3; 32]].concat(), 1).is_err());
     }
 
     #[test]
     fn a_long_text_is_cut_between_characters() {
         let what = format!("x{}", "é".repeat(LONGEST_TEXT));
-        let buffer = Frame::Abort { rank: 0, what }.encode().unwrap();
-        let Ok(Frame::Abort { what, .. }) = Frame::decode(buffer.bytes(), 0) else {
+        let buffer = ControlFrame::Abort { rank: 0, what }.encode().unwrap();
+        let Ok(ControlFrame::Abort { what, .. }) = ControlFrame::decode(buffer.bytes(), 0) else {
             panic!("an abort")
         };
         assert_eq!(what.len(), LONGEST_TEXT - 1);

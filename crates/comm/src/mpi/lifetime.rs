@@ -30,13 +30,13 @@ use annulus_mpi::ffi;
 
 use super::{
     Mpi,
-    all_gather::AllGather,
+    all_gather::TreeAllGather,
     circulant::BarrierMessage,
-    communicator::Communicator,
+    communicator::MpiCommunicator,
     context::ThreadLevel,
-    endpoint::{Endpoint, SharedEndpoint},
+    endpoint::{MpiEndpoint, SharedEndpoint},
     ffi::{PeerStep, check, check_loaded},
-    frame::{Frame, Leaving},
+    frame::{ControlFrame, Leaving},
     messages::MessageKind,
 };
 
@@ -260,14 +260,14 @@ fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
         return;
     }
     match endpoint.leave(context) {
-        Left::Context => {}
+        Left::PlanContext => {}
         Left::FailedEndpoint => endpoint.cancel(),
-        Left::Endpoint => {
+        Left::MpiEndpoint => {
             drop(endpoint);
             if wait_for_all_to_leave(shared) {
                 let mut endpoint = shared.lock();
                 let communicators = [endpoint.data.take(), endpoint.control.take()];
-                communicators.into_iter().flatten().for_each(Communicator::free);
+                communicators.into_iter().flatten().for_each(MpiCommunicator::free);
             }
         }
     }
@@ -276,9 +276,9 @@ fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
 /// Rest of an endpoint of which a context was dropped.
 enum Left {
     /// Other contexts.
-    Context,
+    PlanContext,
     /// The endpoint, which takes part in the barrier.
-    Endpoint,
+    MpiEndpoint,
     /// The endpoint, which has failed.
     FailedEndpoint,
 }
@@ -319,17 +319,17 @@ fn wait_for_all_to_leave(shared: &SharedEndpoint) -> bool {
     }
 }
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Returns true on a thread that may not use this endpoint, while MPI is alive.
     pub(super) fn is_on_another_thread(&self) -> bool {
         let data = self.data.as_ref();
-        data.is_some_and(Communicator::is_on_another_thread) && check_alive().is_ok()
+        data.is_some_and(MpiCommunicator::is_on_another_thread) && check_alive().is_ok()
     }
 
     /// Removes a context and sends its last frame. The last one takes the endpoint with it, and one
     /// that is dropped within a call ends the others.
     fn leave(&mut self, number: u64) -> Left {
-        let Some(context) = self.contexts.get_mut(&number) else { return Left::Context };
+        let Some(context) = self.contexts.get_mut(&number) else { return Left::PlanContext };
         context.is_open = false;
         let is_within_a_call = !context.receives.is_empty() || thread::panicking();
         self.has_unmatched |= !context.early.is_empty();
@@ -339,7 +339,7 @@ impl Endpoint {
             .map(|receive| receive.header.peer)
             .chain(context.send_steps.keys().copied())
             .collect();
-        let has_messages_left = |(_, gather): &(&u64, &AllGather)| gather.has_messages_left();
+        let has_messages_left = |(_, gather): &(&u64, &TreeAllGather)| gather.has_messages_left();
         let unfinished = context.all_gathers.iter().filter(has_messages_left);
         let unfinished = unfinished.map(|(&round, _)| round).collect();
         let (started, step) = (context.started, context.step);
@@ -353,8 +353,8 @@ impl Endpoint {
         let is_last = !self.contexts.values().any(|context| context.is_open);
         let is_healthy = self.failed.is_none() && !is_within_a_call;
         let (left, leaving) = match (is_last, is_healthy) {
-            (false, _) => (Left::Context, Leaving::Context),
-            (true, true) => (Left::Endpoint, Leaving::Endpoint),
+            (false, _) => (Left::PlanContext, Leaving::PlanContext),
+            (true, true) => (Left::MpiEndpoint, Leaving::MpiEndpoint),
             (true, false) => (Left::FailedEndpoint, Leaving::FailedEndpoint),
         };
         // the last frame also to neighbours that have left: they may be waiting for it in their
@@ -366,7 +366,7 @@ impl Endpoint {
             peers.remove(&self.rank);
         }
         let rank = self.rank as u64;
-        let frame = Frame::Leave { context: number, rank, started, leaving, unfinished };
+        let frame = ControlFrame::Leave { context: number, rank, started, leaving, unfinished };
         for peer in peers {
             // a rank that does not get it fails at its deadline
             drop(self.send_to_each([peer], &frame));
@@ -386,7 +386,7 @@ impl Endpoint {
     /// Sends messages of the barrier.
     pub(super) fn send_barrier(&mut self, messages: Vec<BarrierMessage>) -> Result<()> {
         for BarrierMessage { receiver, round } in messages {
-            self.send_to_each([receiver], &Frame::Barrier { round: u64::from(round) })?;
+            self.send_to_each([receiver], &ControlFrame::Barrier { round: u64::from(round) })?;
         }
         Ok(())
     }

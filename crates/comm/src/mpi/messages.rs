@@ -73,7 +73,7 @@ pub(super) struct QueuedSend {
 }
 
 /// A receive that was posted and not yet taken.
-pub(super) struct PostedReceive {
+pub(super) struct MpiReceive {
     pub(super) header: MessageHeader,
     /// The buffer that was posted; `None` while MPI writes to it.
     pub(super) buffer: Option<MessageBuffer>,
@@ -93,7 +93,7 @@ pub(super) enum ReceiveStage {
     Arrived,
 }
 
-impl PostedReceive {
+impl MpiReceive {
     pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
         (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
     }
@@ -115,7 +115,7 @@ pub(super) struct Announcement {
 }
 
 impl Announcement {
-    pub(super) fn is_for(&self, receive: &PostedReceive) -> bool {
+    pub(super) fn is_for(&self, receive: &MpiReceive) -> bool {
         receive.is_for(self.peer, self.channel, self.tag)
     }
 

@@ -139,7 +139,6 @@ mod endpoint;
 mod ffi;
 mod frame;
 mod gpu_awareness;
-mod handle;
 mod lifetime;
 mod messages;
 mod nodes;
@@ -163,8 +162,8 @@ pub use self::{
     nodes::{NodeMap, RankLocation},
 };
 use self::{
-    communicator::{Communicator, ParentCommunicator},
-    endpoint::{Endpoint, SharedEndpoint},
+    communicator::{MpiCommunicator, ParentCommunicator},
+    endpoint::{MpiEndpoint, SharedEndpoint},
     lifetime::check_alive,
     requests::LONGEST_PIECE,
 };
@@ -346,8 +345,8 @@ impl Mpi {
 
     fn adopted(communicator: ParentCommunicator, settings: Settings) -> Result<Self> {
         settings.check()?;
-        let data = Communicator::adopt(communicator, DATA)?;
-        let mut endpoint = Endpoint::new(data, settings)?;
+        let data = MpiCommunicator::adopt(communicator, DATA)?;
+        let mut endpoint = MpiEndpoint::new(data, settings)?;
         endpoint.gather_records()?;
         Self::of(endpoint)
     }
@@ -359,14 +358,14 @@ impl Mpi {
     }
 
     /// Creates the endpoint of a duplicate of `parent`, without the records of the other ranks.
-    fn unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Endpoint> {
+    fn unmapped(parent: ParentCommunicator, settings: Settings) -> Result<MpiEndpoint> {
         settings.check()?;
-        let data = Communicator::duplicate(parent, DATA, &settings.timeout)?;
-        Endpoint::new(data, settings)
+        let data = MpiCommunicator::duplicate(parent, DATA, &settings.timeout)?;
+        MpiEndpoint::new(data, settings)
     }
 
     /// Creates the first handle to an endpoint.
-    fn of(endpoint: Endpoint) -> Result<Self> {
+    fn of(endpoint: MpiEndpoint) -> Result<Self> {
         Self::sharing(&Arc::new(SharedEndpoint::new(endpoint)))
     }
 
@@ -407,14 +406,14 @@ impl Mpi {
 
     /// Returns the highest tag that MPI can send (`MPI_TAG_UB`), which bounds the ranks of a ring.
     pub fn last_tag(&self) -> u64 {
-        self.shared.lock().data.as_ref().map_or(0, Communicator::last_tag)
+        self.shared.lock().data.as_ref().map_or(0, MpiCommunicator::last_tag)
     }
 
     /// Returns true if any thread may use this endpoint: if MPI grants `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
         // in a forked child another thread may have held the lock
         !lifetime::is_forked()
-            && self.shared.lock().data.as_ref().is_some_and(Communicator::any_thread)
+            && self.shared.lock().data.as_ref().is_some_and(MpiCommunicator::any_thread)
     }
 
     /// Returns the node, host and cores of every rank of this ring.

@@ -15,7 +15,7 @@ use annulus_mpi::ffi;
 
 use super::{
     Mpi, Settings, Timeout,
-    communicator::{Communicator, ParentCommunicator, complete},
+    communicator::{MpiCommunicator, ParentCommunicator, complete},
     ffi::{PeerStep, check, count},
 };
 
@@ -99,7 +99,7 @@ impl NodeMap {
 ///
 /// Collective over the ranks of `communicator`, which the caller has entered.
 pub(super) fn gather_records(
-    communicator: &Communicator,
+    communicator: &MpiCommunicator,
     messages: &str,
     timeout: &Timeout,
 ) -> Result<Vec<Record>> {
@@ -183,7 +183,7 @@ fn runs(list: &str) -> Vec<RangeInclusive<usize>> {
 ///
 /// It lives until `MPI_Finalize`: freeing it is collective, and would wait for a lost rank.
 pub struct FirstRanks {
-    communicator: Communicator,
+    communicator: MpiCommunicator,
     /// Gathered once, for all rings.
     nodes: Arc<NodeMap>,
 }
@@ -200,7 +200,8 @@ impl FirstRanks {
     pub fn of_world(count: usize, timeout: Timeout) -> Result<Option<Self>> {
         // the wait for a duplicate warns and may end, that for a split does not: once the duplicate
         // exists all ranks have come, so the split follows at once
-        let world = Communicator::duplicate(ParentCommunicator::world(), c"annulus job", &timeout)?;
+        let world =
+            MpiCommunicator::duplicate(ParentCommunicator::world(), c"annulus job", &timeout)?;
         if !(1..=world.ranks()).contains(&count) {
             return Err(Error::invalid(
                 "ranks",
@@ -269,7 +270,7 @@ pub(super) fn processor_name() -> Result<String> {
 /// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
 /// `timeout` in each round.
 pub(super) fn all_gather<const LENGTH: usize>(
-    communicator: &Communicator,
+    communicator: &MpiCommunicator,
     mine: [u8; LENGTH],
     timeout: &Timeout,
 ) -> Result<Vec<[u8; LENGTH]>> {

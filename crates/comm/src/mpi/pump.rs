@@ -9,11 +9,11 @@ use std::{
 use annulus_core::{Channel, Error, MessageHeader, Result};
 
 use super::{
-    endpoint::{Endpoint, SharedEndpoint},
+    endpoint::{MpiEndpoint, SharedEndpoint},
     ffi::PeerStep,
-    frame::{Frame, Leaving},
+    frame::{ControlFrame, Leaving},
     messages::MessageBuffer,
-    messages::{Announcement, MessageKind, PostedReceive, ReceiveStage},
+    messages::{Announcement, MessageKind, MpiReceive, ReceiveStage},
     peers::Departure,
     requests::{Completed, MessageError},
     transfers::WireForm,
@@ -58,7 +58,7 @@ impl SharedEndpoint {
     }
 }
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Does everything that can be done without waiting.
     ///
     /// # Errors
@@ -260,28 +260,28 @@ impl Endpoint {
         } {
             self.peers[peer].processed += 1;
             self.peers[peer].hear();
-            self.process_frame(peer, Frame::decode(buffer.bytes(), peer)?)?;
+            self.process_frame(peer, ControlFrame::decode(buffer.bytes(), peer)?)?;
         }
         Ok(())
     }
 
-    fn process_frame(&mut self, peer: usize, frame: Frame) -> Result<()> {
+    fn process_frame(&mut self, peer: usize, frame: ControlFrame) -> Result<()> {
         match frame {
-            Frame::Heartbeat { rank, count, age } => {
+            ControlFrame::Heartbeat { rank, count, age } => {
                 let rank = self.check_rank(peer, rank)?;
                 self.work.learn(rank, count, Duration::from_nanos(age), Instant::now());
             }
             // frames of a context that this rank has dropped concern the others only
-            Frame::Announce { context, .. } if self.has_dropped(context) => {
+            ControlFrame::Announce { context, .. } if self.has_dropped(context) => {
                 self.has_unmatched = true;
             }
-            Frame::GatherParts { context, .. } if self.has_dropped(context) => {}
-            Frame::Announce { context, channel, tag, step, bytes, piece, number } => {
+            ControlFrame::GatherParts { context, .. } if self.has_dropped(context) => {}
+            ControlFrame::Announce { context, channel, tag, step, bytes, piece, number } => {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
                 let announcement = Announcement { peer, channel, tag, step, bytes, piece, number };
                 return self.match_announcement(context, announcement);
             }
-            Frame::GatherParts { context, round, parts } => {
+            ControlFrame::GatherParts { context, round, parts } => {
                 for run in parts {
                     if !self.all_gather(context, round).put_run(&run) {
                         let what = format!(
@@ -295,11 +295,11 @@ impl Endpoint {
                 }
                 self.forward_parts(context, round)?;
             }
-            Frame::Abort { rank, what } => {
+            ControlFrame::Abort { rank, what } => {
                 let rank = usize::try_from(rank).unwrap_or(usize::MAX);
                 return Err(Error::Aborted { rank, what });
             }
-            Frame::Leave { context, rank, started, leaving, unfinished } => {
+            ControlFrame::Leave { context, rank, started, leaving, unfinished } => {
                 let rank = self.check_rank(peer, rank)?;
                 let at = Instant::now();
                 let departure = Departure { at, is_forwarded: rank != peer, started, unfinished };
@@ -307,11 +307,11 @@ impl Endpoint {
                 if rank != self.rank && !self.has_dropped(context) {
                     self.context(context).departures.add(rank, departure);
                 }
-                if leaving != Leaving::Context {
+                if leaving != Leaving::PlanContext {
                     self.leave_endpoint(peer, at, leaving == Leaving::FailedEndpoint);
                 }
             }
-            Frame::Barrier { round } => {
+            ControlFrame::Barrier { round } => {
                 let Some(messages) = self.barrier.receive(round) else {
                     let what = format!("a second message of round {round} of a barrier");
                     return Err(Error::Comm { peer, step: 0, what });
@@ -354,9 +354,15 @@ impl Endpoint {
                 else {
                     continue;
                 };
-                let leaving = Leaving::Context;
+                let leaving = Leaving::PlanContext;
                 let rank = rank as u64;
-                frames.push(Frame::Leave { context: number, rank, started, leaving, unfinished });
+                frames.push(ControlFrame::Leave {
+                    context: number,
+                    rank,
+                    started,
+                    leaving,
+                    unfinished,
+                });
             }
             context.departures = departures;
         }
@@ -372,7 +378,7 @@ impl Endpoint {
     /// [`Error::Comm`] if the message is a duplicate or has another length than its receive.
     fn match_announcement(&mut self, context: u64, announcement: Announcement) -> Result<()> {
         let Announcement { peer, channel, tag, step, bytes, piece, number } = announcement;
-        let is_expected = |receive: &PostedReceive| {
+        let is_expected = |receive: &MpiReceive| {
             announcement.is_for(receive) && receive.stage == ReceiveStage::Posted
         };
         let own = self.context(context);
@@ -431,8 +437,8 @@ mod tests {
     }
 
     /// Rank 0 of three, with one frame of all-gather 7 in flight to rank 1.
-    fn gathering() -> Endpoint {
-        let mut rank = Endpoint::detached(0, 3);
+    fn gathering() -> MpiEndpoint {
+        let mut rank = MpiEndpoint::detached(0, 3);
         assert_eq!(rank.open_context(), Ok(0));
         rank.all_gather(0, 7).unsent = 1;
         rank
@@ -467,8 +473,9 @@ mod tests {
     fn frames_of_other_contexts_wait_or_are_ignored() {
         let mut rank = gathering();
         let run = PartRun { first: 1, ranks: 1, bytes: [5].into() };
-        let parts = |context| Frame::GatherParts { context, round: 2, parts: vec![run.clone()] };
-        let announce = |context| Frame::Announce {
+        let parts =
+            |context| ControlFrame::GatherParts { context, round: 2, parts: vec![run.clone()] };
+        let announce = |context| ControlFrame::Announce {
             context,
             channel: Channel::Kv,
             tag: 1,

@@ -27,7 +27,7 @@ use annulus_core::{Error, HostBuffer, Result, index};
 use annulus_mpi::ffi;
 
 use super::{
-    communicator::Communicator,
+    communicator::MpiCommunicator,
     ffi::{MpiError, PeerStep, check, count, is_error_in_status},
     messages::MessageBuffer,
 };
@@ -56,7 +56,7 @@ pub(super) struct Address {
     pub(super) piece: u64,
 }
 
-struct InFlight<K> {
+struct InFlightRequests<K> {
     kind: K,
     buffer: MessageBuffer,
     /// Requests that are not complete.
@@ -94,7 +94,7 @@ pub(super) struct Requests<K> {
     requests: Vec<ffi::MPI_Request>,
     /// The owner of each request.
     owners: Vec<RequestOwner>,
-    messages: HashMap<u64, InFlight<K>>,
+    messages: HashMap<u64, InFlightRequests<K>>,
     /// Number of the message that was added last.
     last: u64,
     /// Output of `MPI_Testsome`, reused by every call.
@@ -130,7 +130,7 @@ impl<K> Requests<K> {
     /// Starts sending the bytes `range` of `buffer`. The caller has entered `communicator`.
     pub(super) fn send(
         &mut self,
-        communicator: &Communicator,
+        communicator: &MpiCommunicator,
         mode: Mode,
         to: Address,
         buffer: MessageBuffer,
@@ -178,7 +178,7 @@ impl<K> Requests<K> {
     /// `communicator`.
     pub(super) fn receive(
         &mut self,
-        communicator: &Communicator,
+        communicator: &MpiCommunicator,
         from: Address,
         mut buffer: MessageBuffer,
         range: Range<u64>,
@@ -221,7 +221,7 @@ impl<K> Requests<K> {
     /// there is one. Returns its sender. The caller has entered `communicator`.
     pub(super) fn receive_any(
         &mut self,
-        communicator: &Communicator,
+        communicator: &MpiCommunicator,
         kind: impl FnOnce(usize) -> K,
     ) -> Result<Option<usize>> {
         let mut found = 0;
@@ -331,7 +331,8 @@ impl<K> Requests<K> {
             self.requests.swap_remove(request);
             let number = self.owners.swap_remove(request).message;
             if self.messages.get(&number).is_some_and(|message| message.incomplete == 0)
-                && let Some(InFlight { kind, buffer, outcome, .. }) = self.messages.remove(&number)
+                && let Some(InFlightRequests { kind, buffer, outcome, .. }) =
+                    self.messages.remove(&number)
             {
                 completed.push(Completed { kind, buffer, outcome });
             }
@@ -342,7 +343,7 @@ impl<K> Requests<K> {
     /// Adds a message of `requests` requests, before they start (invariant A). Returns its number.
     fn begin(&mut self, kind: K, buffer: MessageBuffer, requests: usize) -> u64 {
         self.last += 1;
-        let message = InFlight { kind, buffer, incomplete: requests, outcome: Ok(()) };
+        let message = InFlightRequests { kind, buffer, incomplete: requests, outcome: Ok(()) };
         self.messages.insert(self.last, message);
         self.last
     }

@@ -5,15 +5,15 @@ use std::{ops::Range, time::Instant};
 use annulus_core::{Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space};
 
 use super::{
-    endpoint::Endpoint,
-    frame::Frame,
+    endpoint::MpiEndpoint,
+    frame::ControlFrame,
     messages::MessageBuffer,
-    messages::{MessageKind, PostedReceive, QueuedSend, ReceiveStage, SendKey},
+    messages::{MessageKind, MpiReceive, QueuedSend, ReceiveStage, SendKey},
     requests::{Address, Mode},
 };
 use crate::ranges;
 
-impl Endpoint {
+impl MpiEndpoint {
     /// Completion mode of this endpoint's sends.
     pub(super) const fn mode(&self) -> Mode {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
@@ -145,7 +145,7 @@ impl Endpoint {
             let number = self.announced;
             self.announced += 1;
             let piece = self.settings.piece_bytes;
-            let announcement = Frame::Announce {
+            let announcement = ControlFrame::Announce {
                 context,
                 channel: header.channel,
                 tag: header.tag,
@@ -258,7 +258,7 @@ impl Endpoint {
             context.step = header.step;
             context.last_tags.insert((header.peer, header.channel), header.tag);
             let buffer = Some(buffer);
-            context.receives.push(PostedReceive { header, buffer, stage: ReceiveStage::Posted });
+            context.receives.push(MpiReceive { header, buffer, stage: ReceiveStage::Posted });
             let last = context.receives.len() - 1;
             if let Some(form) = ahead {
                 self.begin_receive(number, last, form)?;

@@ -26,7 +26,7 @@ const DESTRUCTION: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(1);
 
 /// State of a communicator.
-pub(super) enum State {
+pub(super) enum NcclState {
     /// The last group was accepted.
     Good,
     /// A group is being accepted.
@@ -48,7 +48,7 @@ impl fmt::Display for Membership {
 
 /// A send or receive of contiguous device memory.
 #[derive(Clone, Copy)]
-pub(super) struct Transfer {
+pub(super) struct NcclTransfer {
     pub(super) address: u64,
     pub(super) bytes: u64,
     pub(super) peer: usize,
@@ -62,7 +62,7 @@ pub(super) struct GroupError {
 }
 
 /// A communicator, created here or borrowed.
-pub(super) struct Communicator {
+pub(super) struct NcclCommunicator {
     symbols: NcclSymbols,
     device: Device,
     handle: Handle,
@@ -133,7 +133,7 @@ pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<Unique
     Ok(id)
 }
 
-impl Communicator {
+impl NcclCommunicator {
     /// Creates a communicator of all ranks that have this id. `poll` is called meanwhile; its
     /// error, such as the failure of another rank, ends the wait.
     pub(super) fn join(
@@ -181,9 +181,9 @@ impl Communicator {
             check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
         while outcome.is_ok() {
             match communicator.state() {
-                Ok(State::Good) => return Ok(communicator),
-                Ok(State::Busy) if left().is_zero() => outcome = Err(late()),
-                Ok(State::Busy) => {
+                Ok(NcclState::Good) => return Ok(communicator),
+                Ok(NcclState::Busy) if left().is_zero() => outcome = Err(late()),
+                Ok(NcclState::Busy) => {
                     outcome = poll();
                     std::thread::sleep(POLL);
                 }
@@ -234,7 +234,7 @@ impl Communicator {
     }
 
     /// Returns its state, or its error.
-    pub(super) fn state(&self) -> Result<State, String> {
+    pub(super) fn state(&self) -> Result<NcclState, String> {
         if self.gone {
             return Err("the communicator is gone".into());
         }
@@ -244,7 +244,7 @@ impl Communicator {
         let inquiry = unsafe { (self.symbols.async_error)(self.handle.0, &raw mut status) };
         check(&self.symbols, "ncclCommGetAsyncError", inquiry)?;
         check(&self.symbols, "NCCL", status)?;
-        Ok(if status == IN_PROGRESS { State::Busy } else { State::Good })
+        Ok(if status == IN_PROGRESS { NcclState::Busy } else { NcclState::Good })
     }
 
     /// Launches a group of transfers, in an order that both sides of a pair derive alike.
@@ -257,8 +257,8 @@ impl Communicator {
     /// the stream's work is done.
     pub(super) unsafe fn group(
         &self,
-        sends: &[Transfer],
-        receives: &[Transfer],
+        sends: &[NcclTransfer],
+        receives: &[NcclTransfer],
         stream: &Stream,
     ) -> Result<(), GroupError> {
         let symbols = &self.symbols;
@@ -287,11 +287,11 @@ impl Communicator {
     /// Adds a send or a receive to the current group.
     ///
     /// # Safety
-    /// As [`Communicator::group`].
+    /// As [`NcclCommunicator::group`].
     unsafe fn enqueue(
         &self,
         is_send: bool,
-        &Transfer { address, bytes, peer }: &Transfer,
+        &NcclTransfer { address, bytes, peer }: &NcclTransfer,
         stream: &Stream,
     ) -> Result<(), GroupError> {
         let with_peer = |what: String| GroupError { peer: Some(peer), what };

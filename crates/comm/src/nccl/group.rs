@@ -7,34 +7,34 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use super::{
     comm,
-    communicator::{Communicator, GroupError, Transfer},
+    communicator::{GroupError, NcclCommunicator, NcclTransfer},
 };
 use crate::cuda_gather::{self, DeviceStaging};
 
 /// A message and the caller's buffer of it.
-struct Side {
+struct TransferSide {
     header: MessageHeader,
     buffer: CudaBuffer,
 }
 
 /// A send that may start once `ready` has passed.
 struct ReadySend {
-    side: Side,
+    side: TransferSide,
     ready: Event,
 }
 
 /// A group that is posted and not yet launched.
 #[derive(Default)]
-pub(super) struct Group {
+pub(super) struct NcclGroup {
     sends: Vec<ReadySend>,
-    receives: Vec<Side>,
+    receives: Vec<TransferSide>,
 }
 
 /// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is
 /// done.
 pub(super) struct GroupInFlight {
-    sends: Vec<Side>,
-    receives: Vec<Side>,
+    sends: Vec<TransferSide>,
+    receives: Vec<TransferSide>,
     /// Staging buffer of each receive; `None` if it has one byte range.
     staged: Vec<Option<CudaBuffer>>,
     /// Event after its work, once NCCL has accepted it.
@@ -75,15 +75,15 @@ pub(super) fn kernels_before<S: Space<Buffer = CudaBuffer, Event = Event>>(
 pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
     sends: &[Outgoing<'_, S>],
     receives: &mut Vec<Incoming<S>>,
-) -> impl Iterator<Item = Group> {
-    let mut groups: BTreeMap<u64, Group> = BTreeMap::new();
+) -> impl Iterator<Item = NcclGroup> {
+    let mut groups: BTreeMap<u64, NcclGroup> = BTreeMap::new();
     for Outgoing { header, buffer, ready } in sends {
         let group = groups.entry(header.tag).or_default();
-        let side = Side { header: header.clone(), buffer: (*buffer).clone() };
+        let side = TransferSide { header: header.clone(), buffer: (*buffer).clone() };
         group.sends.push(ReadySend { side, ready: (*ready).clone() });
     }
     for Incoming { header, buffer } in receives.drain(..) {
-        groups.entry(header.tag).or_default().receives.push(Side { header, buffer });
+        groups.entry(header.tag).or_default().receives.push(TransferSide { header, buffer });
     }
     groups.into_values().map(|mut group| {
         group.sends.sort_by_key(|send| order(&send.side.header));
@@ -92,7 +92,7 @@ pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
     })
 }
 
-impl Group {
+impl NcclGroup {
     /// Peer and step of the first message.
     pub(super) fn first(&self) -> Option<(usize, usize)> {
         let sends = self.sends.iter().map(|send| &send.side);
@@ -110,14 +110,14 @@ impl Group {
     /// Launches the group, after the work that its buffers wait for.
     pub(super) fn hand_over(
         self,
-        communicator: &Communicator,
+        communicator: &NcclCommunicator,
         stream: &Stream,
         staging: &mut DeviceStaging,
     ) -> Result<GroupInFlight> {
         let (peer, step) = self.first().unwrap_or_default();
         let mut used = Vec::new();
         let mut outgoing = Vec::with_capacity(self.sends.len());
-        for ReadySend { side: Side { header, buffer }, ready } in &self.sends {
+        for ReadySend { side: TransferSide { header, buffer }, ready } in &self.sends {
             stream.wait_for(ready)?;
             let address = match contiguous_start(header) {
                 Some(start) => buffer.address() + start,
@@ -129,11 +129,11 @@ impl Group {
                     address
                 }
             };
-            outgoing.push(Transfer { address, bytes: header.bytes(), peer: header.peer });
+            outgoing.push(NcclTransfer { address, bytes: header.bytes(), peer: header.peer });
         }
         let mut incoming = Vec::with_capacity(self.receives.len());
         let mut staged_receives = Vec::with_capacity(self.receives.len());
-        for Side { header, buffer } in &self.receives {
+        for TransferSide { header, buffer } in &self.receives {
             // after work that was enqueued on it earlier
             buffer.wait_on(stream)?;
             let (address, staged) = match contiguous_start(header) {
@@ -143,7 +143,7 @@ impl Group {
                     (staged.address(), Some(staged))
                 }
             };
-            incoming.push(Transfer { address, bytes: header.bytes(), peer: header.peer });
+            incoming.push(NcclTransfer { address, bytes: header.bytes(), peer: header.peer });
             staged_receives.push(staged);
         }
         // both sides of an empty message leave it out
@@ -182,7 +182,8 @@ impl GroupInFlight {
 
     /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
     pub(super) fn mark(&mut self, stream: &Stream, staging: &mut DeviceStaging) -> Result<()> {
-        for (Side { header, buffer }, staged) in self.receives.iter().zip(&mut self.staged) {
+        for (TransferSide { header, buffer }, staged) in self.receives.iter().zip(&mut self.staged)
+        {
             if let Some(staged) = staged.take() {
                 cuda_gather::scatter(stream, header, buffer, &staged)?;
                 staging.give(staged);
@@ -205,7 +206,8 @@ impl GroupInFlight {
             return Ok(None);
         }
         let ready = done.clone();
-        let arrive = |Side { header, buffer }| (header, Arrived { buffer, ready: ready.clone() });
+        let arrive =
+            |TransferSide { header, buffer }| (header, Arrived { buffer, ready: ready.clone() });
         Ok(Some(self.receives.drain(..).map(arrive).collect()))
     }
 }

@@ -47,14 +47,14 @@ use annulus_device_cuda::{
 };
 
 use self::{
-    communicator::{Communicator, Membership, State},
-    group::{Group, GroupInFlight},
+    communicator::{Membership, NcclCommunicator, NcclState},
+    group::{GroupInFlight, NcclGroup},
 };
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
-    device_heartbeat::DeviceHeartbeat,
     ranges,
+    staged::DeviceHeartbeat,
     staged::is_same_message,
 };
 
@@ -72,11 +72,11 @@ const ROUNDS: [u64; 2] = [u64::MAX, u64::MAX - 1];
 /// Endpoint of one rank. See the [module](self).
 pub struct Nccl<T> {
     inner: T,
-    communicator: Communicator,
+    communicator: NcclCommunicator,
     stream: Stream,
     staging: DeviceStaging,
     /// Groups that wait for NCCL to accept the one before, in the order of their posts.
-    posted: VecDeque<Group>,
+    posted: VecDeque<NcclGroup>,
     /// Group that is launched and not yet accepted by NCCL.
     entering: Option<GroupInFlight>,
     in_flight: Vec<GroupInFlight>,
@@ -130,9 +130,10 @@ impl<T: Transport<Host>> Nccl<T> {
         let id = <[u8; UniqueId::BYTES]>::try_from(id)
             .map_err(|id| comm(0, 0, format!("a unique id of {} bytes", id.len())))?;
         let membership = Membership { rank: inner.rank(), ranks: inner.ranks() };
-        let joined = Communicator::join(symbols, device, UniqueId(id), membership, until, || {
-            inner.progress(Duration::ZERO)
-        });
+        let joined =
+            NcclCommunicator::join(symbols, device, UniqueId(id), membership, until, || {
+                inner.progress(Duration::ZERO)
+            });
         // the other ranks wait in NCCL for this one, and do so until they are aborted
         let communicator = joined.inspect_err(|error| inner.abort(error))?;
         share(&mut inner, ROUNDS[1], Ok(&[]), until)?;
@@ -159,7 +160,7 @@ impl<T: Transport<Host>> Nccl<T> {
     ) -> Result<Self> {
         let until = Instant::now() + deadline;
         // SAFETY: as promised.
-        let communicator = unsafe { Communicator::borrowed(symbols, device, communicator) };
+        let communicator = unsafe { NcclCommunicator::borrowed(symbols, device, communicator) };
         let fits = communicator.membership().and_then(|got| {
             let want = Membership { rank: inner.rank(), ranks: inner.ranks() };
             if got == want {
@@ -172,7 +173,7 @@ impl<T: Transport<Host>> Nccl<T> {
         Ok(Self::of(inner, communicator, fits?))
     }
 
-    fn of(inner: T, communicator: Communicator, stream: Stream) -> Self {
+    fn of(inner: T, communicator: NcclCommunicator, stream: Stream) -> Self {
         Self {
             inner,
             communicator,
@@ -224,7 +225,7 @@ impl<T: Transport<Host>> Nccl<T> {
     fn waited_for(&self) -> (usize, usize) {
         let under_way = self.in_flight.iter().chain(&self.entering).find_map(GroupInFlight::first);
         under_way
-            .or_else(|| self.posted.iter().find_map(Group::first))
+            .or_else(|| self.posted.iter().find_map(NcclGroup::first))
             .unwrap_or((self.inner.rank(), 0))
     }
 
@@ -233,8 +234,8 @@ impl<T: Transport<Host>> Nccl<T> {
         let (peer, step) = self.waited_for();
         loop {
             match self.communicator.state().map_err(|what| comm(peer, step, what))? {
-                State::Busy => break,
-                State::Good => {}
+                NcclState::Busy => break,
+                NcclState::Good => {}
             }
             if let Some(mut accepted) = self.entering.take() {
                 accepted.mark(&self.stream, &mut self.staging)?;
@@ -363,7 +364,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
         }
-        let posted = self.posted.iter().flat_map(Group::receives);
+        let posted = self.posted.iter().flat_map(NcclGroup::receives);
         if posted
             .chain(self.in_flight.iter().chain(&self.entering).flat_map(GroupInFlight::receives))
             .any(same)
@@ -379,7 +380,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 
     fn pending(&self) -> bool {
         self.inner.pending()
-            || self.posted.iter().any(Group::sends)
+            || self.posted.iter().any(NcclGroup::sends)
             || self.in_flight.iter().chain(&self.entering).any(GroupInFlight::sends)
     }
 

@@ -36,7 +36,7 @@ use super::{
     buffers::{BlockRows, BlockStock},
     in_flight::InFlight,
     plan::Agreed,
-    program::{RankStep, Transfers},
+    program::{MessageGroup, RankStep},
 };
 use crate::profiler::span;
 
@@ -48,7 +48,7 @@ pub(super) type Ready<S> = (<S as Space>::Buffer, <S as Space>::Event);
 const SEND_WINDOW: u64 = 4 << 20;
 
 /// A block, or part of one, whose receive is posted.
-struct Expected {
+struct ExpectedBlock {
     step: usize,
     /// Place of its buffer in the stock.
     place: usize,
@@ -56,7 +56,7 @@ struct Expected {
 }
 
 /// A block, or part of one, that has arrived.
-struct Held<S: Space> {
+struct HeldBlock<S: Space> {
     step: usize,
     /// Place of its buffer in the stock.
     place: usize,
@@ -67,18 +67,18 @@ struct Held<S: Space> {
 pub(super) struct Blocks<'a, S: Space> {
     steps: &'a [RankStep],
     /// Selects the transfers of a step: with the last block whole or in parts.
-    transfers: fn(&RankStep) -> &Transfers,
-    pace: Pace,
+    transfers: fn(&RankStep) -> &MessageGroup,
+    pace: GroupPace,
     stock: &'a mut BlockStock<S>,
     /// The local block: during step 0, and until the end on a route that sends from it in later
     /// steps.
     local: Option<Ready<S>>,
     step: usize,
     /// Receives that are posted and have not arrived, in the order of their steps.
-    expected: VecDeque<Expected>,
+    expected: VecDeque<ExpectedBlock>,
     /// Blocks that have arrived, or parts of them, from that of the current step on, but for the
     /// local one.
-    held: VecDeque<Held<S>>,
+    held: VecDeque<HeldBlock<S>>,
     /// Places and buffers of earlier blocks, of which some may still be sent.
     used: Vec<(usize, S::Buffer)>,
     /// Groups whose receives have been posted.
@@ -97,8 +97,8 @@ impl<'a, S: Space> Blocks<'a, S> {
         local: S::Buffer,
         ready: S::Event,
         steps: &'a [RankStep],
-        transfers: fn(&RankStep) -> &Transfers,
-        pace: Pace,
+        transfers: fn(&RankStep) -> &MessageGroup,
+        pace: GroupPace,
         stock: &'a mut BlockStock<S>,
     ) -> Self {
         Self {
@@ -193,10 +193,10 @@ impl<'a, S: Space> Blocks<'a, S> {
 
     /// Takes blocks that have arrived, and posts what can be posted.
     pub(super) fn advance(&mut self, in_flight: &mut InFlight<'_, S>) -> Result<()> {
-        while let Some(Expected { header, .. }) = self.expected.front() {
+        while let Some(ExpectedBlock { header, .. }) = self.expected.front() {
             let Some(Arrived { buffer, ready }) = in_flight.take(header)? else { break };
-            if let Some(Expected { step, place, .. }) = self.expected.pop_front() {
-                self.held.push_back(Held { step, place, ready: (buffer, ready) });
+            if let Some(ExpectedBlock { step, place, .. }) = self.expected.pop_front() {
+                self.held.push_back(HeldBlock { step, place, ready: (buffer, ready) });
             }
         }
         for (place, buffer) in self.used.extract_if(.., |(_, buffer)| !S::is_shared(buffer)) {
@@ -265,7 +265,7 @@ impl<'a, S: Space> Blocks<'a, S> {
                 let place = self.stock.place(self.received_blocks, part);
                 let buffer = self.stock.take(place)?;
                 let step = self.received;
-                self.expected.push_back(Expected { step, place, header: header.clone() });
+                self.expected.push_back(ExpectedBlock { step, place, header: header.clone() });
                 incoming.push(Incoming { header, buffer });
             }
             self.received_blocks += usize::from(!headers.is_empty());
@@ -377,7 +377,7 @@ pub(super) fn circulate<S: Space>(
 
 /// When groups are posted.
 #[derive(Clone, Copy)]
-pub(super) struct Pace {
+pub(super) struct GroupPace {
     /// Steps by which a receive is posted ahead, at least 1.
     pub(super) ahead: usize,
     /// True if a group is posted whole, and after those before it.
@@ -386,7 +386,7 @@ pub(super) struct Pace {
     pub(super) keeps_local: bool,
 }
 
-impl Pace {
+impl GroupPace {
     /// Returns the pace of a pass whose only messages are blocks.
     pub(super) fn new(agreed: &Agreed) -> Self {
         let &Agreed { receive_ahead: ahead, groups_in_order: whole_groups, .. } = agreed;

@@ -29,13 +29,13 @@ use annulus_core::{
 
 use super::{
     block_parts::MAX_PARTS,
-    blocks::Pace,
+    blocks::GroupPace,
     plan::{Agreed, RingPlan},
     program::RankStep,
 };
 
 /// Buffers of a plan, allocated with it and used by every pass in turn.
-pub(super) struct Buffers<S: Space> {
+pub(super) struct RingBuffers<S: Space> {
     /// KV blocks.
     pub(super) blocks: BlockStock<S>,
     /// Query blocks (two-pass backward).
@@ -51,18 +51,18 @@ pub(super) struct Buffers<S: Space> {
 }
 
 /// Bytes of the messages of a plan.
-struct Sizes {
+struct BufferSizes {
     blocks: BlockSizes,
     queries: Option<BlockSizes>,
     gradients: Option<GradientSizes>,
 }
 
-impl Sizes {
+impl BufferSizes {
     fn of(agreed: &Agreed, plan: &RingPlan) -> Self {
         let Agreed { spec, backward, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        let pace = Pace::new(agreed);
+        let pace = GroupPace::new(agreed);
         let steps = &plan.program.steps;
         let kv_row = spec.kv_row_layout().bytes();
         Self {
@@ -79,14 +79,14 @@ impl Sizes {
     }
 }
 
-impl<S: Space> Buffers<S> {
+impl<S: Space> RingBuffers<S> {
     /// Allocates the buffers of a plan.
     pub(super) fn allocate<B: Backend<Space = S>>(
         backend: &B,
         agreed: &Agreed,
         plan: &RingPlan,
     ) -> Result<Self> {
-        let Sizes { blocks, queries, gradients } = Sizes::of(agreed, plan);
+        let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
         Ok(Self {
             blocks: blocks.allocate(backend)?,
@@ -113,7 +113,7 @@ impl<S: Space> Buffers<S> {
 
     /// Returns true if the buffers are large enough for this plan of the same ring.
     pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
-        let Sizes { blocks, queries, gradients } = Sizes::of(agreed, plan);
+        let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
         // `local_dkv` fits: the number of local rows never changes
         self.blocks.fits(&blocks)
             && queries.is_none_or(|sizes| self.queries.fits(&sizes))
@@ -192,7 +192,7 @@ pub(super) struct BlockSizes {
     later_parts: [u64; MAX_PARTS - 1],
     /// The local block, on a route that sends from it until the end.
     kept: Option<u64>,
-    pace: Pace,
+    pace: GroupPace,
 }
 
 /// Buffers for the blocks of one circulation.
@@ -205,7 +205,7 @@ pub(super) struct BlockStock<S: Space> {
 
 impl BlockSizes {
     /// Returns the sizes of the blocks of `steps`, with records of `record_bytes` bytes.
-    pub(super) fn new(local: u64, steps: &[RankStep], record_bytes: u64, pace: Pace) -> Self {
+    pub(super) fn new(local: u64, steps: &[RankStep], record_bytes: u64, pace: GroupPace) -> Self {
         let received = steps.iter().flat_map(|step| &step.kv.receives).map(|block| block.bytes());
         let (first, kept) =
             if pace.keeps_local { (None, Some(local)) } else { (Some(local), None) };
@@ -288,7 +288,7 @@ pub(super) struct GradientSizes {
     sums: Vec<u64>,
     arriving: u64,
     finals: Vec<u64>,
-    pace: Pace,
+    pace: GroupPace,
 }
 
 /// Buffers for the gradients of a pass.
@@ -301,7 +301,7 @@ pub(super) struct GradientStock<S: Space> {
 impl GradientSizes {
     /// Returns the sizes of the gradients of `steps`, with records of `record_bytes` bytes and
     /// `tail` bytes of the tail of the local block.
-    pub(super) fn new(steps: &[RankStep], record_bytes: u64, tail: u64, pace: Pace) -> Self {
+    pub(super) fn new(steps: &[RankStep], record_bytes: u64, tail: u64, pace: GroupPace) -> Self {
         let received = |channel| {
             let messages = steps.iter().flat_map(|step| &step.gradients.receives);
             messages.filter(move |message| message.channel == channel).map(|of| of.bytes())

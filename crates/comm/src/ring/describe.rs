@@ -179,21 +179,21 @@ impl<B: Backend> fmt::Display for Ring<B> {
             self.ranks,
             self.layout().name(),
             self.route().name(),
-            Bytes(forward),
+            BinaryBytes(forward),
         )?;
         if self.agreed.backward {
             let queries = program::kv_bytes_sent(&self.plan.query_steps);
             let backward = forward + program.gradient_bytes_sent() + queries;
-            write!(f, ", {} backward", Bytes(backward))?;
+            write!(f, ", {} backward", BinaryBytes(backward))?;
         }
         Ok(())
     }
 }
 
 /// A number of bytes in the largest binary unit of which it has one.
-struct Bytes(u64);
+struct BinaryBytes(u64);
 
-impl fmt::Display for Bytes {
+impl fmt::Display for BinaryBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
         match (self.0.max(1).ilog2() / 10) as usize {

@@ -11,7 +11,7 @@ use annulus_core::{
 
 use crate::profiler::span;
 
-use super::{program::Transfers, step_events::Observer};
+use super::{program::MessageGroup, step_events::Observer};
 
 /// Minimum time between two polls of the transport by a kernel's tick. Kernels tick after every
 /// tile, which may take only some microseconds, in which a poll has little to move.
@@ -84,7 +84,7 @@ impl<'a, S: Space> InFlight<'a, S> {
     /// a buffer from `take_buffer`.
     pub(crate) fn post(
         &mut self,
-        transfers: &Transfers,
+        transfers: &MessageGroup,
         source: Option<&(S::Buffer, S::Event)>,
         mut take_buffer: impl FnMut(&MessageHeader) -> Result<S::Buffer>,
     ) -> Result<()> {

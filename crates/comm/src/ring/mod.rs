@@ -52,9 +52,9 @@ use crate::{
     calls::{Calls, Collective, caught},
     profiler::span,
 };
-use buffers::Buffers;
+use buffers::RingBuffers;
 use plan::{Agreed, RingPlan};
-use planning::Planned;
+use planning::PlannedRing;
 use step_events::StepWatch;
 pub use step_events::{Activity, PassKind, StepEvent, StepHook};
 
@@ -73,7 +73,7 @@ pub struct Ring<B: Backend> {
     plan: RingPlan,
     shard: RankShard,
     workspace: B::Workspace,
-    buffers: Buffers<B::Space>,
+    buffers: RingBuffers<B::Space>,
     calls: Calls,
     watch: StepWatch,
 }
@@ -133,12 +133,13 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let planned = caught(|| Planned::new(&backend, transport.as_mut(), spec, &options));
-        let Planned { agreed, plan, shard, workspace, buffers } = planned.inspect_err(|error| {
-            if error.is_fatal() {
-                transport.control().abort(error);
-            }
-        })?;
+        let planned = caught(|| PlannedRing::new(&backend, transport.as_mut(), spec, &options));
+        let PlannedRing { agreed, plan, shard, workspace, buffers } =
+            planned.inspect_err(|error| {
+                if error.is_fatal() {
+                    transport.control().abort(error);
+                }
+            })?;
         Ok(Self {
             backend,
             transport,

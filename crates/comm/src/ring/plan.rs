@@ -12,7 +12,7 @@ use annulus_core::{
 use super::{
     Ring,
     block_parts::SplitSize,
-    program::{RankProgram, RankStep, RecordSizes, Transfers},
+    program::{MessageGroup, RankProgram, RankStep, RecordSizes},
     reduce::LeafOwners,
     tail_overlap,
 };
@@ -232,7 +232,7 @@ impl<B: Backend> Ring<B> {
     /// and of a backward pass: one for each block, or part of one, that this rank computes on.
     pub fn blocks_computed(&self) -> [usize; 2] {
         let RingPlan { program, query_steps, .. } = &self.plan;
-        let arrives = |transfers: &Transfers| !transfers.receives.is_empty();
+        let arrives = |transfers: &MessageGroup| !transfers.receives.is_empty();
         let in_parts = |steps: &[RankStep]| -> usize {
             let later = steps.windows(2).filter(|pair| arrives(&pair[0].kv_in_parts));
             1 + later.map(|pair| pair[1].parts.len().max(1)).sum::<usize>()

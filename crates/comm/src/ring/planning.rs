@@ -30,12 +30,12 @@ use annulus_core::{
 use super::{
     Ring, RingOptions,
     block_parts::SplitSize,
-    buffers::Buffers,
+    buffers::RingBuffers,
     check,
     describe::{self, Combined, TransportFields},
     plan::{self, Agreed, RingPlan},
     reduce::{self, slices_of_pass},
-    slices::Exchange,
+    slices::SliceExchange,
 };
 use crate::agreement::{self, all_gather};
 
@@ -124,15 +124,15 @@ fn route_of(
 }
 
 /// The parts of a [`super::Ring`] that all ranks have agreed upon.
-pub(super) struct Planned<B: Backend> {
+pub(super) struct PlannedRing<B: Backend> {
     pub(super) agreed: Agreed,
     pub(super) plan: RingPlan,
     pub(super) shard: RankShard,
     pub(super) workspace: B::Workspace,
-    pub(super) buffers: Buffers<B::Space>,
+    pub(super) buffers: RingBuffers<B::Space>,
 }
 
-impl<B: Backend> Planned<B> {
+impl<B: Backend> PlannedRing<B> {
     /// Plans, in all-gathers 0 and 1 of the transport.
     pub(super) fn new(
         backend: &B,
@@ -217,7 +217,7 @@ impl<B: Backend> Planned<B> {
         let shard = plan.rank_shard(None);
         let passes = if agreed.backward { Passes::Both } else { Passes::Forward };
         let workspace = backend.workspace(&shard, passes)?;
-        let buffers = Buffers::allocate(backend, &agreed, &plan)?;
+        let buffers = RingBuffers::allocate(backend, &agreed, &plan)?;
         Ok(Self { agreed, plan, shard, workspace, buffers })
     }
 }
@@ -228,7 +228,7 @@ impl RingPlan {
     pub(super) fn message_balance(&self, agreed: &Agreed, rank: usize) -> MessageBalance {
         let mut balance = MessageBalance::of_rank(rank);
         for (list, slices) in (4..).zip(slices_of_pass(agreed, self)) {
-            let exchange = Exchange::new(&slices, &agreed.order, rank, 0);
+            let exchange = SliceExchange::new(&slices, &agreed.order, rank, 0);
             exchange.all_transfers().add_to(&mut balance, list);
         }
         let of_keys = self
@@ -253,7 +253,7 @@ struct StagedBatch<S: Space> {
     plan: RingPlan,
     shard: RankShard,
     /// Present if those of the batch in force are too small.
-    buffers: Option<Buffers<S>>,
+    buffers: Option<RingBuffers<S>>,
 }
 
 impl<B: Backend> Ring<B> {
@@ -323,7 +323,7 @@ impl<B: Backend> Ring<B> {
         let buffers = if self.buffers.fit(&self.agreed, &plan) {
             None
         } else {
-            Some(Buffers::allocate(&self.backend, &self.agreed, &plan)?)
+            Some(RingBuffers::allocate(&self.backend, &self.agreed, &plan)?)
         };
         Ok(StagedBatch { plan, shard, buffers })
     }

@@ -21,16 +21,16 @@ pub(crate) struct RankStep {
     pub(crate) rows: RowSet,
     /// Blocks of the next step: sent from this step's block, or with `sends_local` from the local
     /// block.
-    pub(crate) kv: Transfers,
+    pub(crate) kv: MessageGroup,
     /// True if the blocks of the next step are sent by their owners.
     pub(crate) sends_local: bool,
     /// As `kv`, with the last block of each rank in parts.
-    pub(crate) kv_in_parts: Transfers,
+    pub(crate) kv_in_parts: MessageGroup,
     /// Rows of the parts in which `kv_in_parts` delivers this step's block. Empty if it arrives
     /// whole or is the local block.
     pub(crate) parts: Vec<RowSet>,
     /// Gradients of this step's block.
-    pub(crate) gradients: Transfers,
+    pub(crate) gradients: MessageGroup,
     /// Records of this step's dK/dV to which the partial sum that arrives is added.
     pub(crate) partial_sum: RangePairs,
     /// Reductions into the local dK/dV of the final gradients that are posted after this step, one
@@ -54,12 +54,12 @@ pub(crate) struct RankProgram {
 /// One group of transfers. Tags count from 0 within a pass; the ring adds the first tag of the
 /// pass.
 #[derive(Debug, Default)]
-pub(crate) struct Transfers {
+pub(crate) struct MessageGroup {
     pub(crate) sends: Vec<MessageHeader>,
     pub(crate) receives: Vec<MessageHeader>,
 }
 
-impl Transfers {
+impl MessageGroup {
     /// Adds these messages of list number `list` to the balance of this rank.
     pub(crate) fn add_to(&self, balance: &mut MessageBalance, list: u64) {
         self.sends.iter().for_each(|message| balance.send(list, message));
@@ -201,13 +201,13 @@ impl Addressing<'_> {
         }
     }
 
-    fn transfers(&self, group: &Group, source: &RowSet) -> Transfers {
+    fn transfers(&self, group: &Group, source: &RowSet) -> MessageGroup {
         let send =
             |message: &Message| self.message(message, 0, &source.record_ranges(&message.rows));
         let receive = |message: &Message| {
             self.message(message, 0, std::slice::from_ref(&(0..message.rows.count())))
         };
-        Transfers {
+        MessageGroup {
             sends: group.sends.iter().map(send).collect(),
             receives: group.receives.iter().map(receive).collect(),
         }
@@ -220,14 +220,14 @@ impl Addressing<'_> {
         group: &Group,
         source: &RowSet,
         [sent, received]: [Option<SplitSize>; 2],
-    ) -> Transfers {
+    ) -> MessageGroup {
         let parts = |message: &Message, split: Option<SplitSize>| {
             split.map_or_else(
                 || std::iter::once(0..message.rows.count()).collect(),
                 |split| block_parts::parts_of(&message.rows, split),
             )
         };
-        let mut transfers = Transfers::default();
+        let mut transfers = MessageGroup::default();
         for message in &group.sends {
             let records = source.record_ranges(&message.rows);
             for (number, part) in parts(message, sent).iter().enumerate() {

@@ -30,7 +30,7 @@ use super::{
     PassKind, Ring, RingOptions, StepHook,
     in_flight::InFlight,
     plan::{Agreed, RingPlan},
-    slices::{Exchange, Slices, Slicing, add},
+    slices::{SliceExchange, Slices, Slicing, add},
     step_events::Observer,
 };
 use crate::{
@@ -194,7 +194,7 @@ impl<S: Space> AllReduce<'_, S> {
         let own = slices.range(order.ring_index(rank));
         let mut sum = memory::filled("a slice of a sum", own.len(), 0.0)?;
         let observer = Observer::of_messages(self.hook, rank, PassKind::Backward, Instant::now());
-        let exchange = Exchange::new(slices, order, rank, self.step);
+        let exchange = SliceExchange::new(slices, order, rank, self.step);
         let mut messages = HostMessages::new(&mut *transport);
         let mut in_flight = InFlight::new(&mut messages, first_tag, self.lengths, observer);
         exchange.sum(&mut in_flight, numbers, &mut sum)?;

@@ -51,7 +51,7 @@ use crate::profiler::span;
 
 use super::{
     Ring, block_parts,
-    blocks::Pace,
+    blocks::GroupPace,
     blocks::{Blocks, circulate},
     buffers::GradientStock,
     final_gradients::FinalGradients,
@@ -59,7 +59,7 @@ use super::{
     one_pass::{OnePass, Sums},
     plan::RingPlan,
     program,
-    step_events::{Circulation, PassKind},
+    step_events::{CirculationKind, PassKind},
 };
 
 impl<B: Backend> Ring<B> {
@@ -72,7 +72,7 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
-        let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
+        let observer = watch.observer(CirculationKind::Forward, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut pass =
             workspace.forward(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
@@ -81,7 +81,7 @@ impl<B: Backend> Ring<B> {
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
-        let pace = Pace::new(agreed);
+        let pace = GroupPace::new(agreed);
         let blocks =
             Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
         let shards = &plan.shards.kv;
@@ -125,7 +125,7 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
-        let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
+        let observer = watch.observer(CirculationKind::OnePass, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mode = BackwardMode::OnePass;
         let mut pass =
@@ -137,7 +137,7 @@ impl<B: Backend> Ring<B> {
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
-        let pace = Pace::new(agreed).with_gradients();
+        let pace = GroupPace::new(agreed).with_gradients();
         let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
         let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
         let final_gradients = FinalGradients::new(steps, &in_flight, finals, pace.whole_groups);
@@ -187,7 +187,7 @@ impl<B: Backend> Ring<B> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, ranks, .. } =
             self;
         let start = Instant::now();
-        let observer = watch.observer(Circulation::TwoPassKv, start, agreed, plan, *ring_index);
+        let observer = watch.observer(CirculationKind::TwoPassKv, start, agreed, plan, *ring_index);
         let rows = &mut buffers.rows;
         let reproducible = agreed.spec.leaf_rows.is_some();
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
@@ -200,7 +200,7 @@ impl<B: Backend> Ring<B> {
         let mut kv = buffers.blocks.take(buffers.blocks.local())?;
         let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
-        let pace = Pace::new(agreed);
+        let pace = GroupPace::new(agreed);
         let blocks =
             Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
         let shards = &plan.shards.kv;
@@ -213,7 +213,7 @@ impl<B: Backend> Ring<B> {
         let waited = in_flight.waited();
 
         let second_tag = first_tag + block_parts::tags(*ranks);
-        let circulation = Circulation::TwoPassQueries;
+        let circulation = CirculationKind::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
         let mut q = buffers.queries.take(buffers.queries.local())?;

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use annulus_core::{Arrived, Channel, Host, HostBuffer, MessageHeader, Order, Result, memory};
 
-use super::{in_flight::InFlight, program::Transfers};
+use super::{in_flight::InFlight, program::MessageGroup};
 use crate::agreement::SUMMANDS_PER_GATHER;
 
 /// Most numbers that are summed at once: 8 MiB, of which a rank keeps some copies.
@@ -87,7 +87,7 @@ impl Slices {
 }
 
 /// The messages of one rank.
-pub(crate) struct Exchange<'a> {
+pub(crate) struct SliceExchange<'a> {
     slices: &'a Slices,
     order: &'a Order,
     ring_index: usize,
@@ -95,7 +95,7 @@ pub(crate) struct Exchange<'a> {
     step: usize,
 }
 
-impl<'a> Exchange<'a> {
+impl<'a> SliceExchange<'a> {
     pub(crate) fn new(slices: &'a Slices, order: &'a Order, rank: usize, step: usize) -> Self {
         Self { slices, order, ring_index: order.ring_index(rank), step }
     }
@@ -149,12 +149,12 @@ impl<'a> Exchange<'a> {
     }
 
     /// Returns all messages.
-    pub(crate) fn all_transfers(&self) -> Transfers {
+    pub(crate) fn all_transfers(&self) -> MessageGroup {
         self.transfers(1..self.slices.ranks)
     }
 
     /// Returns the messages of some distances. Slices without numbers have none.
-    fn transfers(&self, distances: Range<usize>) -> Transfers {
+    fn transfers(&self, distances: Range<usize>) -> MessageGroup {
         let ranks = self.slices.ranks;
         let header = |ring_index: usize, bytes: Range<usize>| MessageHeader {
             peer: self.order.rank(ring_index),
@@ -165,7 +165,7 @@ impl<'a> Exchange<'a> {
             agreed: None,
         };
         let own = self.slices.range(self.ring_index).len();
-        let mut transfers = Transfers::default();
+        let mut transfers = MessageGroup::default();
         for distance in distances {
             let to = (self.ring_index + distance) % ranks;
             let from = (self.ring_index + ranks - distance) % ranks;

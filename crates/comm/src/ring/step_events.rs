@@ -107,7 +107,7 @@ impl VisiblePairs {
 
 /// Blocks that circulate, which determine the matrix products of a pair.
 #[derive(Clone, Copy)]
-pub(super) enum Circulation {
+pub(super) enum CirculationKind {
     /// Forward: S and P·V.
     Forward,
     /// Backward in one pass: S, dP, dQ, dK and dV.
@@ -138,14 +138,14 @@ impl StepWatch {
     /// Returns the observer of one circulation of a pass that began at `start`.
     pub(super) fn observer(
         &mut self,
-        circulation: Circulation,
+        circulation: CirculationKind,
         start: Instant,
         agreed: &Agreed,
         plan: &RingPlan,
         ring_index: usize,
     ) -> Observer<'_> {
         let pass = match circulation {
-            Circulation::Forward => PassKind::Forward,
+            CirculationKind::Forward => PassKind::Forward,
             _ => PassKind::Backward,
         };
         let rank = agreed.order.rank(ring_index);
@@ -162,7 +162,7 @@ impl StepWatch {
 
 /// Returns the floating-point operations of the block of each ring index.
 fn block_flops(
-    circulation: Circulation,
+    circulation: CirculationKind,
     dims: &Dims,
     pairs: &VisiblePairs,
     ring_index: usize,
@@ -171,13 +171,13 @@ fn block_flops(
     let products =
         |head: usize, value: usize| 2.0 * (head * dims.head_dim + value * dims.value_dim) as f64;
     let [others, local] = match circulation {
-        Circulation::Forward => [products(1, 1); 2],
-        Circulation::OnePass => [products(3, 2); 2],
-        Circulation::TwoPassKv => [products(2, 1), products(2, 1) + products(2, 2)],
-        Circulation::TwoPassQueries => [products(2, 2), 0.0],
+        CirculationKind::Forward => [products(1, 1); 2],
+        CirculationKind::OnePass => [products(3, 2); 2],
+        CirculationKind::TwoPassKv => [products(2, 1), products(2, 1) + products(2, 2)],
+        CirculationKind::TwoPassQueries => [products(2, 2), 0.0],
     };
     let pairs = match circulation {
-        Circulation::TwoPassQueries => &pairs.queries,
+        CirculationKind::TwoPassQueries => &pairs.queries,
         _ => &pairs.kv,
     };
     let of = |(index, pairs)| pairs * if index == ring_index { local } else { others };

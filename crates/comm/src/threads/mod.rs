@@ -20,7 +20,6 @@
 //! After a fatal error ([`Error::is_fatal`]) the endpoint is dead and returns the same error again.
 
 mod each_rank;
-mod mailboxes;
 mod pump;
 
 use std::{
@@ -38,7 +37,7 @@ use annulus_core::{
 };
 
 pub use self::each_rank::each_rank;
-use self::mailboxes::{Data, Envelope, Mailboxes};
+use self::pump::{Data, Envelope, Mailboxes};
 use crate::ranges;
 
 /// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
@@ -96,14 +95,14 @@ pub struct Threads {
     /// Messages that did not fit into each peer's inbox.
     outboxes: Vec<VecDeque<Envelope>>,
     /// Receives that were posted and not yet taken.
-    receives: Vec<PostedReceive>,
+    receives: Vec<ThreadsReceive>,
     /// Messages that arrived before their receives were posted.
     early: Vec<Data>,
     /// Tag of the last posted receive, by peer and channel.
     last_tags: HashMap<(usize, Channel), u64>,
     /// Sends to each peer.
     sends: Vec<PeerSends>,
-    all_gathers: BTreeMap<u64, AllGather>,
+    all_gathers: BTreeMap<u64, ThreadsAllGather>,
     /// Step of the last post.
     step: usize,
     /// Number of messages of this rank that had been consumed at the last poll.
@@ -112,13 +111,13 @@ pub struct Threads {
     failed: Option<Error>,
 }
 
-struct PostedReceive {
+struct ThreadsReceive {
     header: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
 }
 
-impl PostedReceive {
+impl ThreadsReceive {
     fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
         (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
     }
@@ -134,7 +133,7 @@ struct PeerSends {
 }
 
 /// State of one all-gather.
-struct AllGather {
+struct ThreadsAllGather {
     /// Parts that have arrived, by rank.
     parts: Vec<Option<Arc<[u8]>>>,
 }
@@ -189,7 +188,7 @@ impl Transport<Host> for Threads {
         for Incoming { header, buffer } in receives.drain(..) {
             self.step = header.step;
             self.last_tags.insert((header.peer, header.channel), header.tag);
-            self.receives.push(PostedReceive { header, buffer, arrived: false });
+            self.receives.push(ThreadsReceive { header, buffer, arrived: false });
         }
         for Outgoing { header, buffer, .. } in sends {
             self.step = header.step;
@@ -248,7 +247,7 @@ impl Transport<Host> for Threads {
         if !self.receives[index].arrived {
             return Ok(None);
         }
-        let PostedReceive { buffer, .. } = self.receives.swap_remove(index);
+        let ThreadsReceive { buffer, .. } = self.receives.swap_remove(index);
         Ok(Some(Arrived { buffer, ready: () }))
     }
 
@@ -307,8 +306,9 @@ impl Control for Threads {
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let is_started = |all_gather: &&AllGather| all_gather.parts[self.rank].is_some();
-        let Some(AllGather { parts }) = self.all_gathers.get(&round).filter(is_started) else {
+        let is_started = |all_gather: &&ThreadsAllGather| all_gather.parts[self.rank].is_some();
+        let Some(ThreadsAllGather { parts }) = self.all_gathers.get(&round).filter(is_started)
+        else {
             return Err(Error::invalid(
                 "round",
                 round,

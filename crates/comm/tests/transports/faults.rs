@@ -6,10 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, all_gather, close};
+use annulus_comm::{Checksum, Deadline, Threads, all_gather, close};
 use annulus_core::{
     Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport,
 };
+use annulus_mock_device::{Fault, Injection};
 
 use crate::common::*;
 

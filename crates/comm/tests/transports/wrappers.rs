@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_comm::{Checksum, Deadline, Fault, Trace, TraceLog, barrier, trace};
+use annulus_comm::{Checksum, Deadline, Trace, TraceLog, barrier, trace};
 use annulus_core::{Control, Host, Transport};
+use annulus_mock_device::Fault;
 use proptest::prelude::*;
 
 use crate::{common::*, patterns::*};

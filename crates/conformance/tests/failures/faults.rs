@@ -10,8 +10,9 @@ use std::{
 use annulus::{
     Attention, Batch, Cpu, Dims, Division, Error, Layout, Plan, Result, Ring, RingOptions, Runtime,
     Setup, Strategy, Tensors,
-    comm::{Checksum, Fault, Injection, threads},
+    comm::{Checksum, threads},
 };
+use annulus_conformance::device::{Fault, Injection};
 use ndarray::Array4;
 
 const RANKS: usize = 4;
