@@ -1,5 +1,5 @@
 //! Golden cases in element types of two bytes, at every level. Their expected arrays are for f32
-//! and f64; the oracle, which gives these arrays (`tests/golden_oracle.rs`), computes those of the
+//! and f64; the oracle, which gives these arrays (`facade.rs` of the suite), computes those of the
 //! rounded inputs. `annulus check --backend wgpu` runs the cases in f32.
 
 use annulus_conformance::{Judge, Setting, Subject, golden, wgpu::WgpuRing};
