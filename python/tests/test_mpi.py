@@ -1,16 +1,27 @@
-"""Rings over mpi4py, of two and three processes. Skipped without the feature `mpi`."""
+"""Rings over mpi4py, of two and three processes. Skipped without the feature `mpi`.
+
+    mpirun -n 3 python tests/test_mpi.py [started]
+
+is the program of ``test_ctrl_c_on_one_rank_ends_the_pass_on_all``.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers import random
 
 import annulus
 from annulus import mpi_shim
@@ -67,11 +78,56 @@ def test_decoding_gives_the_same_on_every_number_of_ranks() -> None:
     assert "sent 0 bytes" in one and "sent 0 bytes" not in two
 
 
+LENGTH = 131072
+
+
+def interrupted(world: Any) -> None:
+    """Rank 1 is interrupted in a pass of a minute: it raises KeyboardInterrupt, others an error."""
+    ring = annulus.Attention().plan(
+        batch=1, q_len=LENGTH, q_heads=4, head_dim=64, comm=world, threads=1
+    )
+    x = random(1, len(ring.q_rows), 4, 64)
+    sent: list[float] = []
+
+    def press() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    world.Barrier()
+    began = time.monotonic()
+    if world.rank == 1:
+        threading.Timer(0.5, press).start()
+    try:
+        if "started" in sys.argv:
+            ring.forward_start(x, x, x).wait()
+        else:
+            ring.forward(x, x, x)
+    except KeyboardInterrupt:
+        assert world.rank == 1 and time.monotonic() - sent[0] < 2
+    except annulus.Error as error:
+        assert world.rank != 1 and error.code == 44 and "rank 1 aborted" in str(error), error
+        assert time.monotonic() - began < 5
+    else:
+        raise AssertionError("the pass was not interrupted")
+    dead(lambda: ring.forward(x, x, x))
+    print("ended\n", end="", flush=True)
+
+
+def dead(call: Any) -> None:
+    """The plan is poisoned on every rank."""
+    try:
+        call()
+    except annulus.Error as error:
+        assert error.code == 45 and error.is_fatal, error
+    else:
+        raise AssertionError("a plan that was interrupted is dead")
+
+
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("form", [[], ["started"]])
 def test_ctrl_c_on_one_rank_ends_the_pass_on_all(ranks: int, form: list[str]) -> None:
-    said = launch(ranks, "interrupted_program.py", program_arguments=form)
+    said = launch(ranks, "test_mpi.py", program_arguments=form)
     assert said.count("ended") == ranks
 
 
@@ -96,3 +152,13 @@ def test_a_build_that_loads_no_mpi_compiles_no_shim(capsys: pytest.CaptureFixtur
     assert mpi_shim.main(["nothing.so"]) == 1
     assert "this build of annulus loads no MPI" in capsys.readouterr().err
     assert not Path("nothing.so").exists()
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    try:
+        interrupted(MPI.COMM_WORLD)
+    except BaseException:
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)

@@ -2,7 +2,7 @@
 //! the exact pairs that dropout drops.
 //!
 //! Golden cases in element types of two bytes, at every level. Their expected arrays are for f32
-//! and f64; the oracle, which gives these arrays (`tests/golden_oracle.rs`), computes those of the
+//! and f64; the oracle, which gives these arrays (`facade.rs` of the suite), computes those of the
 //! rounded inputs. `annulus check --backend wgpu` runs the cases in f32.
 //!
 //! Strategies other than the ring, for tensors in host memory: their exchanges are messages in host

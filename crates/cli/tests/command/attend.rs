@@ -112,7 +112,7 @@ fn flags_change_the_result_as_the_oracle_does() {
         ),
         (
             format!(
-                "{attend} --soft-cap 1.5 --bias-order before --ranks 2 --layout striped --threads 2"
+                "{attend} --soft-cap 1.5 --bias-order before --ranks 3 --layout striped --threads 2"
             ),
             Attention::new().logits_soft_cap(1.5).bias_order(BiasOrder::BeforeSoftCap),
         ),

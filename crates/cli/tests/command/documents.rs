@@ -102,45 +102,8 @@ fn attention_over_documents_of_flags_and_files_is_the_same() {
 }
 
 #[test]
-#[ignore = "long: scripts/test --whole"]
-fn attend_sends_the_bytes_that_plan_lists_for_each_strategy() {
+fn the_strategy_is_chosen_for_the_documents() {
     let folder = Folder::new("documents_strategies");
-    let make = "--q-len 400 --heads 4 --kv-heads 2 --head-dim 8 --backward --quiet";
-    folder.succeed(&format!("make --output in.st {make}"));
-    for layout in ["auto", "striped", "balanced"] {
-        let flags = format!("--causal --ranks 4 --documents 130,20,250 --layout {layout}");
-        let plan = format!("plan {flags} --heads 4 --kv-heads 2 --head-dim 8 --json");
-        let attend = |strategy: &str| {
-            let line =
-                format!("attend --input in.st --output out.st --backward --threads 1 {flags}");
-            json(&folder, &format!("{line} --json --strategy {strategy}"))
-        };
-        let auto = json(&folder, &format!("{plan} --strategy auto"));
-        let strategies = auto["strategies"].as_array().unwrap();
-        let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
-        let grids = ["grid:2x2", "grid:2x1x2", "pass-q"];
-        let all = [&["ring", "heads:2", "all-to-all"][..], &grids, &["all-gather"]].concat();
-        assert_eq!(names, all);
-        for of in strategies {
-            let name = of["name"].as_str().unwrap();
-            let attended = attend(name);
-            for (pass, field) in
-                ["bytes_sent_total", "backward_bytes_sent_total"].iter().enumerate()
-            {
-                let sent = &attended["passes"][pass]["bytes_sent"];
-                assert_eq!(*sent, of[*field], "{name} on {layout}, {field}");
-            }
-            // the figures of the plan of a strategy are those of its line
-            let planned = json(&folder, &format!("{plan} --strategy {name}"));
-            for field in ["work_max_over_mean", "rows_max_over_mean", "redundancy"] {
-                assert_eq!(planned[field], of[field], "{name} on {layout}, {field}");
-            }
-            let pairs = [&planned["pairs_total"], &attended["visible_pairs"]].map(Value::as_f64);
-            assert_eq!(pairs[0], pairs[1], "{name} on {layout}");
-        }
-        // both choose for these documents
-        assert_eq!(attend("auto")["strategy"], auto["strategy"], "{layout}");
-    }
     // a document for each rank, which a ring does not send; the mask alone decides for a grid
     folder.succeed("make --output in.st --q-len 64 --heads 8 --head-dim 8 --backward --quiet");
     let auto = "--layout contiguous --strategy auto --ranks 4 --threads 1";

@@ -75,7 +75,10 @@ impl<T: Element> Sequence<T> {
     }
 
     /// Computes out and lse of all queries with the oracle.
-    fn truth(&self, attention: &Attention, dims: Dims) -> Result<oracle::Forward> {
+    ///
+    /// # Errors
+    /// Those of the oracle.
+    pub fn truth(&self, attention: &Attention, dims: Dims) -> Result<oracle::Forward> {
         let spec = attention.spec(dims)?;
         let widened = |x: &Array4<T>| x.mapv(Element::to_f64);
         let [q, k, v] = [&self.q, &self.k, &self.v].map(widened);

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use annulus::{
-    AnyBackend, Attention, BackendName, Batch, Cache, CacheShape, Cpu, DType, Dims, Element,
-    LocalRing, Plan, Result, Runtime, Setup, Tensors,
+    AnyBackend, Attention, BackendName, Cache, CacheShape, Cpu, DType, Dims, Element, LocalRing,
+    Plan, Result, Runtime, Setup, Tensors,
 };
 use annulus_comm::{
     Deadline,
@@ -14,13 +14,13 @@ use annulus_comm::{
 };
 use annulus_conformance::{
     Answer, Case, Crossings, Draw, FacadeOn, HostMemory, Judge, Placed, PlanSubject, RankSetup,
-    RingSubject, Setting, Subject, subjects, suite,
+    RingSubject, Setting, Subject, subjects,
+    suite::{self, kv_cache::Sequence},
 };
 use annulus_core::{
     CustomLayout, HeadGrid, Host, Layout, Placement, Route, Runs, Strategy, Transport,
-    oracle::{self, Problem},
 };
-use ndarray::{Array4, ArrayViewMutD, s};
+use ndarray::{ArrayViewMutD, s};
 
 use crate::harness::{Harness, Verdict, ensure};
 
@@ -291,6 +291,7 @@ fn settings_of(case: &Case, ranks: usize, seed: u64) -> Vec<Setting> {
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 300, kv_len: 300, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+const SHAPE: CacheShape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
 
 /// Tokens in f64 on the CPU, and the reproducible order.
 pub(crate) fn tokens(harness: &mut Harness, settings: &Settings) -> Verdict {
@@ -326,38 +327,22 @@ pub(crate) fn tokens_on<T: Element>(
     harness.share(verdict)
 }
 
-/// Returns `[1, rows, heads, dim]` numbers that are the same on all ranks.
-fn tensor(rows: usize, salt: usize, heads: usize, dim: usize) -> Array4<f64> {
-    Array4::from_shape_fn((1, rows, heads, dim), |(_, i, h, c)| {
-        (0.7 * (i * 31 + h * 7 + c * 3 + salt * 11) as f64).sin()
-    })
-}
-
 /// Returns true if decoding in the reproducible order has the bits of one attention, and sends the
 /// predicted bytes.
 fn reproducible(settings: &Settings) -> Result<bool> {
     let dims = Dims { q_len: 1300, kv_len: 1300, ..DIMS };
-    let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = dims;
-    let q = tensor(q_len, 1, q_heads, head_dim);
-    let k = tensor(q_len, 2, kv_heads, head_dim);
-    let v = tensor(q_len, 3, kv_heads, value_dim);
+    let all = Sequence::<f64>::new(dims, None);
     let attention = Attention::new().dtype(DType::F64).causal(true).reproducible(true);
-    let whole = LocalRing::new(&attention, dims, 1)?.forward(&Tensors::new(
-        q.view(),
-        k.view(),
-        v.view(),
-    ))?;
-    let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let tensors = Tensors::new(all.q.view(), all.k.view(), all.v.view());
+    let whole = LocalRing::new(&attention, dims, 1)?.forward(&tensors)?;
     let transport = Mpi::world(settings.clone())?;
-    let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
+    let mut cache = Cache::new(&attention, &Runtime::new(), SHAPE, transport)?;
     let mut same = true;
     let mut first = 0;
-    for end in [700, 1290].into_iter().chain(1291..=q_len) {
-        let rows = s![.., first..end, .., ..];
-        cache.append(k.slice(rows), v.slice(rows))?;
+    for end in [700, 1290].into_iter().chain(1291..=dims.q_len) {
+        let forward = all.step(&mut cache, first..end)?;
         let predicted = cache.bytes_predicted(end - first);
-        let forward = cache.attend(q.slice(rows), None)?;
-        same &= forward.out == whole.out.slice(rows)
+        same &= forward.out == whole.out.slice(s![.., first..end, .., ..])
             && forward.lse == whole.lse.slice(s![.., .., first..end])
             && forward.reports[0].bytes_sent == predicted;
         first = end;
@@ -367,33 +352,18 @@ fn reproducible(settings: &Settings) -> Result<bool> {
 
 /// Returns the worst difference from the oracle, and the bytes of each token.
 fn run_cache<T: Element>(settings: &Settings, backend: &AnyBackend) -> Result<(f64, Vec<u64>)> {
-    let Dims { q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
-    let tensor = |salt, heads, dim| tensor(q_len, salt, heads, dim).mapv(T::from_f64);
-    let q = tensor(1, q_heads, head_dim);
-    let k = tensor(2, kv_heads, head_dim);
-    let v = tensor(3, kv_heads, value_dim);
+    let all = Sequence::<T>::new(DIMS, None);
     let attention = Attention::new().dtype(T::DTYPE).causal(true).sliding_window(200, 0);
-    let spec = attention.spec(DIMS)?;
-    let batch = Batch::default();
-    let (bias, sinks) = (None, None);
-    let [wide_q, wide_k, wide_v] = [&q, &k, &v].map(|tensor| tensor.mapv(T::to_f64));
-    let [q_view, k_view, v_view] = [wide_q.view(), wide_k.view(), wide_v.view()];
-    let problem =
-        Problem { spec: &spec, batch: &batch, q: q_view, k: k_view, v: v_view, bias, sinks };
-    let want = oracle::forward(&problem)?;
-
-    let shape = CacheShape::new(1, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
+    let want = all.truth(&attention, DIMS)?;
     let transport = Mpi::world(settings.clone())?;
     let runtime = Runtime::new().backend(backend.clone());
-    let mut cache = Cache::new(&attention, &runtime, shape.page_rows(16), transport)?;
+    let mut cache = Cache::new(&attention, &runtime, SHAPE.page_rows(16), transport)?;
     let mut worst: f64 = 0.0;
     let mut bytes = Vec::new();
     let mut first = 0;
-    for end in [150, 290].into_iter().chain(291..=q_len) {
-        let rows = s![.., first..end, .., ..];
-        cache.append(k.slice(rows), v.slice(rows))?;
-        let forward = cache.attend(q.slice(rows), None)?;
-        let pairs = forward.out.iter().zip(want.out.slice(rows));
+    for end in [150, 290].into_iter().chain(291..=DIMS.q_len) {
+        let forward = all.step(&mut cache, first..end)?;
+        let pairs = forward.out.iter().zip(want.out.slice(s![.., first..end, .., ..]));
         worst = pairs.map(|(got, want)| (got.to_f64() - want).abs()).fold(worst, f64::max);
         if end == first + 1 {
             bytes.push(forward.reports[0].bytes_sent);
