@@ -19,9 +19,10 @@ use crate::{
         SilenceHook, annulus_bias_function, annulus_mask_function, annulus_silence_function,
         annulus_step_event, annulus_step_function, name,
     },
+    fields::length,
     handle::Handles,
     option_fields::annulus_options,
-    options::{Description, ListedKind, length},
+    options::{Description, ListedKind},
     status::guard,
     versioned::{self, check_pointer},
 };

@@ -12,8 +12,9 @@ use crate::endpoint::MPI_Comm;
 use crate::{
     attention::{ATTENTIONS, annulus_attention, create, write_rows},
     endpoint::{self, Endpoint, annulus_endpoint},
+    fields::length,
     handle::Handles,
-    options::{Description, length},
+    options::Description,
     overlap,
     passes::by_dtype,
     status::guard,

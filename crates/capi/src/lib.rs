@@ -25,6 +25,7 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod driver;
 mod endpoint;
+mod fields;
 mod handle;
 #[rustfmt::skip]
 mod option_fields;
@@ -47,6 +48,7 @@ pub use cuda::*;
 #[doc(hidden)]
 pub use driver::{emulate_cuda, is_emulated};
 pub use endpoint::*;
+pub use fields::ANNULUS_NONE;
 pub use option_fields::*;
 pub use options::*;
 pub use passes::*;

@@ -4,7 +4,7 @@
 use annulus::{Alignment, Attention, BackwardMode, BiasOrder, Division, Precision, Result, Runtime};
 
 use crate::{
-    options::{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds},
+    fields::{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds},
     tensor::ANNULUS_F32,
     versioned::Versioned,
 };

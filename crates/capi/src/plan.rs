@@ -21,6 +21,7 @@ use crate::{
     batch::annulus_batch,
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     endpoint::{self, Endpoint, annulus_endpoint},
+    fields::length,
     handle::Handles,
     option_fields::{
         ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
@@ -29,7 +30,7 @@ use crate::{
         ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_GRID,
         ANNULUS_STRATEGY_HEADS_RING, ANNULUS_STRATEGY_RING,
     },
-    options::{self, Description, length},
+    options::Description,
     status::guard,
     versioned::{self, check_pointer},
 };
@@ -526,7 +527,7 @@ pub unsafe extern "C" fn annulus_plan_numerics(
 ) -> c_int {
     guard(|| {
         let length = check_pointer("length", length.cast_const())?;
-        let room = options::length("capacity", capacity)?;
+        let room = crate::fields::length("capacity", capacity)?;
         let numerics = |state: &mut PlanState| {
             Ok(of_plan!(state.planned()?, plan => plan.numerics().to_owned()))
         };

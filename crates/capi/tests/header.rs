@@ -10,9 +10,10 @@ use std::{fs, path::Path};
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
 /// Sources in the order of the header.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "status.rs",
     "tensor.rs",
+    "fields.rs",
     "options.rs",
     "option_fields.rs",
     "callbacks.rs",

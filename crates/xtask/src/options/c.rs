@@ -94,7 +94,7 @@ pub(super) fn rust(options: &[AttentionOption]) -> String {
     text += &format!(
         "\nuse annulus::{{{}}};\n
 use crate::{{
-    options::{{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds}},
+    fields::{{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds}},
     tensor::ANNULUS_F32,
     versioned::Versioned,
 }};\n",
