@@ -28,6 +28,7 @@ mod bias;
 mod block_buffers;
 mod block_sparse_mask;
 mod dense_mask;
+mod device_space;
 mod dims;
 mod dropout;
 mod dtype;
@@ -77,6 +78,7 @@ pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
+pub use device_space::{DeviceSpace, StagedSpace};
 pub use dims::{Dims, Side};
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element, HostView, HostViewMut};
@@ -111,7 +113,7 @@ pub use schedule::{
 };
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
-pub use space::{DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace};
+pub use space::{Host, HostBuffer, HostMemory, HostTensors, Space};
 pub use spec::{
     Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
 };
