@@ -153,7 +153,7 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         documents: flags.documents.clone(),
         ..Recipe::new(dims, flags.dtype.into(), flags.seed)
     };
-    let bytes = write(&recipe, &flags.output)?;
+    let bytes = make(&recipe, &flags.output)?;
     if !flags.quiet {
         say!("wrote {} ({})", crate::message::path(&flags.output), crate::report::bytes(bytes));
     }
