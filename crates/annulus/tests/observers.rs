@@ -1,5 +1,6 @@
 //! What a program observes of passes: functions that a profiler's ranges call, tracing spans, and
 //! step events. Hooks and subscribers belong to the process, so one test runs at a time.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     collections::HashMap,

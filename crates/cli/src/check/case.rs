@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Ring to compute on.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Ring {
+pub(super) struct CheckedRing {
     /// Number of ranks.
     pub(super) ranks: usize,
     /// Layout.
@@ -32,7 +32,7 @@ pub(super) struct Ring {
     pub(super) reproducible: bool,
 }
 
-impl Ring {
+impl CheckedRing {
     /// Returns the setup of a case on this ring.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ pub(super) fn run(
     index: &Index,
     number: usize,
     dtype: DType,
-    rings: &[Ring],
+    rings: &[CheckedRing],
     backend: &BackendChoice,
 ) -> Vec<Verdict> {
     let loaded = match Loaded::read(index, number, dtype) {
@@ -121,7 +121,7 @@ impl Loaded {
     /// the result of the first reproducible ring, which the bits of later ones must equal.
     fn judge(
         &self,
-        ring: &Ring,
+        ring: &CheckedRing,
         backend: &BackendChoice,
         first: &mut Option<Answer>,
     ) -> Result<Verdict> {

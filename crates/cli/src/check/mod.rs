@@ -27,7 +27,7 @@ use crate::{
     report::complain,
     stdout::say,
 };
-use case::{Difference, Ring, Verdict};
+use case::{CheckedRing, Difference, Verdict};
 
 const EXAMPLES: &str = "Examples:
   annulus check cases/
@@ -149,7 +149,7 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         Ok(sizes)
     }))?;
     let index = job.agree(Index::read(&flags.folder).map_err(Failure::from))?;
-    let rings: Vec<(Ring, String)> = sizes
+    let rings: Vec<(CheckedRing, String)> = sizes
         .iter()
         .flat_map(|&ranks| flags.layout.iter().map(move |&layout| (ranks, layout)))
         .flat_map(|(ranks, layout)| flags.strategy.iter().map(move |&of| (ranks, layout, of)))
@@ -204,7 +204,12 @@ impl CheckFlags {
 
     /// Returns the rings of this size and layout, with their names: one, or with `--reproducible`
     /// one for each number of threads.
-    fn rings(&self, ranks: usize, layout: LayoutName, strategy: Strategy) -> Vec<(Ring, String)> {
+    fn rings(
+        &self,
+        ranks: usize,
+        layout: LayoutName,
+        strategy: Strategy,
+    ) -> Vec<(CheckedRing, String)> {
         let name =
             layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let mut name = format!("ranks={ranks} layout={name}");
@@ -212,11 +217,14 @@ impl CheckFlags {
             name = format!("{name} strategy={strategy}");
         }
         if !self.reproducible {
-            return vec![(Ring { ranks, layout, strategy, threads: 1, reproducible: false }, name)];
+            return vec![(
+                CheckedRing { ranks, layout, strategy, threads: 1, reproducible: false },
+                name,
+            )];
         }
         let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
         let ring = |&threads: &usize| {
-            let ring = Ring { ranks, layout, strategy, threads, reproducible: true };
+            let ring = CheckedRing { ranks, layout, strategy, threads, reproducible: true };
             (ring, format!("{name} threads={threads}"))
         };
         threads.iter().map(ring).collect()
@@ -268,11 +276,11 @@ fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
 fn compute(
     index: &Index,
     units: &[Unit],
-    rings: &[(Ring, String)],
+    rings: &[(CheckedRing, String)],
     job: &mut Job,
     backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
-    let rings: Vec<Ring> = rings.iter().map(|(ring, _)| *ring).collect();
+    let rings: Vec<CheckedRing> = rings.iter().map(|(ring, _)| *ring).collect();
     #[cfg(feature = "mpi")]
     if job.is_mpi() {
         return processes::compute(index, units, &rings, job, backend);
@@ -286,7 +294,7 @@ fn compute(
 fn compute_on_threads(
     index: &Index,
     units: &[Unit],
-    rings: &[Ring],
+    rings: &[CheckedRing],
     backend: &BackendChoice,
 ) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
@@ -311,7 +319,7 @@ impl Count {
     fn unit(
         &mut self,
         Unit { id, dtype, .. }: &Unit,
-        rings: &[(Ring, String)],
+        rings: &[(CheckedRing, String)],
         verdicts: Vec<Verdict>,
         skip_unsupported: bool,
     ) {

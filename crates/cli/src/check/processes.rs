@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Unit,
-    case::{Loaded, Ring, Verdict},
+    case::{CheckedRing, Loaded, Verdict},
 };
 use crate::{
     backend::BackendChoice,
@@ -44,7 +44,7 @@ enum RankVerdict {
 pub(super) fn compute(
     index: &Index,
     units: &[Unit],
-    rings: &[Ring],
+    rings: &[CheckedRing],
     job: &mut Job,
     backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
@@ -79,7 +79,7 @@ pub(super) fn compute(
 fn judge(
     index: &Index,
     unit: &Unit,
-    ring: &Ring,
+    ring: &CheckedRing,
     group: &FirstRanks,
     settings: &Settings,
     backend: &BackendChoice,

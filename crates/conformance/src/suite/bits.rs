@@ -1,5 +1,5 @@
-//! Equal bits: at every repetition and in any order of arrivals; in the reproducible order, over ranks,
-//! layouts, routes and threads too.
+//! Equal bits: at every repetition and in any order of arrivals; of rows that do not depend on others;
+//! in the reproducible order, over ranks, layouts, routes and threads too.
 
 use std::{ops::Range, sync::Arc};
 
@@ -7,7 +7,7 @@ use annulus_core::{
     BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape,
     Spec, index,
 };
-use ndarray::{Array, Dimension};
+use ndarray::{Array, Axis, Dimension, RemoveAxis, s};
 
 use super::{LAYOUTS, Verdict, ensure, judge, matrix::routes, numeric::large_constants, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -116,6 +116,74 @@ pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times:
         same_bits(delayed, &setting, &answers, &want[0])?;
     }
     Ok(())
+}
+
+/// Computes a causal case again with other later rows, and with one of its batch rows alone, in f32
+/// and f64 if the subject computes them: the bits of rows that do not depend on them are the same.
+///
+/// # Errors
+/// The array that differed, with its element type and setting.
+pub fn independent_rows(subject: &dyn Subject) -> Verdict {
+    let [contiguous, zigzag, striped] = LAYOUTS;
+    let settings = [
+        Setting::ALONE,
+        Setting::new(2, contiguous),
+        Setting::new(3, zigzag),
+        Setting::new(5, striped),
+    ];
+    let dtypes = [DType::F32, DType::F64].into_iter();
+    for dtype in dtypes.filter(|dtype| subject.dtypes().contains(dtype)) {
+        let dims = Dims { value_dim: 6, ..Dims::new(2, 26, 4, 8).kv_heads(2) };
+        let masks = Masks { causal: true, ..Masks::default() };
+        let spec = Spec::new(dims, DType::F64);
+        let case = Case::new("independent rows", spec, masks, &mut Draw::new(3)).in_dtype(dtype);
+        for setting in &settings {
+            let context = |wrong| format!("{dtype} on {setting}: {wrong}");
+            causal_prefix(subject, &case, setting).map_err(context)?;
+            batch_row(subject, &case, setting).map_err(context)?;
+        }
+    }
+    Ok(())
+}
+
+/// Out, lse and dq of the first 17 rows do not depend on later ones.
+fn causal_prefix(subject: &dyn Subject, case: &Case, setting: &Setting) -> Verdict {
+    let mut other = case.clone();
+    for tensor in [&mut other.q, &mut other.k, &mut other.v] {
+        tensor.slice_mut(s![.., 17.., .., ..]).mapv_inplace(|x| -2.0 * x + 1.0);
+    }
+    let [a, b] = [run(subject, case, setting)?, run(subject, &other, setting)?];
+    // the same tiles are computed from the same numbers
+    for (name, a, b) in [("out", &a.out, &b.out), ("dq", &a.dq, &b.dq)] {
+        let rows = s![.., ..17, .., ..];
+        ensure(a.slice(rows) == b.slice(rows), || format!("{name} of the prefix changed"))?;
+    }
+    let rows = s![.., .., ..17];
+    ensure(a.lse.slice(rows) == b.lse.slice(rows), || "lse of the prefix changed".into())
+}
+
+/// The second batch row alone has the bits that it has beside the first.
+fn batch_row(subject: &dyn Subject, case: &Case, setting: &Setting) -> Verdict {
+    fn second<D: RemoveAxis>(array: &Array<f64, D>) -> Array<f64, D> {
+        array.select(Axis(0), &[1])
+    }
+    let mut alone = case.clone();
+    alone.spec.dims.batch = 1;
+    for tensor in [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout] {
+        *tensor = second(tensor);
+    }
+    let both = run(subject, case, setting)?;
+    let want = Answer {
+        out: second(&both.out),
+        lse: second(&both.lse),
+        max: second(&both.max),
+        sum: second(&both.sum),
+        dq: second(&both.dq),
+        dk: second(&both.dk),
+        dv: second(&both.dv),
+        ..both
+    };
+    run(subject, &alone, setting)?.same_bits(&want).map_err(|wrong| format!("alone: {wrong}"))
 }
 
 /// Rows of a leaf: those of the CPU's KV tile, so that short sequences have several leaves.

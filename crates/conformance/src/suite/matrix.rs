@@ -18,7 +18,7 @@ use annulus_core::{
 use ndarray::Array2;
 
 use super::{
-    LAYOUTS, Verdict, examine, judge,
+    LAYOUTS, Verdict, examine, examine_twice, judge,
     numeric::{large_constant, large_constants},
 };
 use crate::{Case, Draw, Masks, Setting, Subject};
@@ -288,6 +288,17 @@ pub fn strategy_settings(case: &Case, ranks: usize, first: usize) -> Vec<Setting
     strategies.filter(|&strategy| strategy != Strategy::Ring).enumerate().map(setting).collect()
 }
 
+/// Returns a setting for each published strategy that `ranks` ranks and a case admit, with nodes of
+/// every size that divides the ranks.
+pub fn published_settings(case: &Case, ranks: usize) -> Vec<Setting> {
+    let nodes = (1..ranks).filter(|&node_ranks| ranks.is_multiple_of(node_ranks));
+    let once = nodes.map(|node_ranks| Strategy::OncePerNode { node_ranks });
+    let all = [Strategy::Ring, Strategy::AllGather, Strategy::AllToAll, Strategy::PassQ];
+    let admits = |strategy: &Strategy| HeadGrid::of(&case.spec.dims, ranks, *strategy).is_ok();
+    let with = |strategy| Setting { ranks, strategy, ..Setting::ALONE };
+    all.into_iter().chain(once).filter(admits).map(with).collect()
+}
+
 /// Computes random cases in all element types of the subject, over rings of several sizes.
 ///
 /// # Errors
@@ -328,9 +339,11 @@ fn compute_grids(
         let case = Case::random_heads(seed).in_dtype(dtypes[index(seed) % dtypes.len()]);
         let judge = judge(&case)?;
         let ranks = GRID_RANKS[index(seed) % GRID_RANKS.len()];
-        for setting in strategy_settings(&case, ranks, index(seed)) {
+        let published = published_settings(&case, ranks);
+        let all = strategy_settings(&case, ranks, index(seed)).into_iter().chain(published);
+        for setting in all {
             if is_due(setting.strategy) {
-                examine(subject, &judge, &case, &setting)?;
+                examine_twice(subject, &judge, &case, &setting)?;
             }
         }
     }

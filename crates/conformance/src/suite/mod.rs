@@ -3,21 +3,20 @@
 mod bits;
 pub mod kv_cache;
 mod matrix;
-mod metamorphic;
 mod nonfinite;
 mod numeric;
 mod out_residual;
 mod pairwise;
 
 pub use bits::{
-    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
-    same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay,
+    independent_rows, reproducible_accuracy, reproducible_bits, reproducible_gradients,
+    reproducible_ranks, same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay,
 };
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
 pub use matrix::{
-    Scale, head_strategies, matrix, random_cases, routes, sizes, strategies, strategy_settings,
+    Scale, head_strategies, matrix, published_settings, random_cases, routes, sizes, strategies,
+    strategy_settings,
 };
-pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use out_residual::out_residual;
@@ -52,6 +51,18 @@ pub(crate) fn examine(
     judge
         .check(&answer)
         .map_err(|wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name))
+}
+
+/// Runs a case twice on one plan and compares both answers with the oracle's.
+pub(crate) fn examine_twice(
+    subject: &dyn Subject,
+    judge: &Judge,
+    case: &Case,
+    setting: &Setting,
+) -> Verdict {
+    let context = |wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name);
+    let answers = subject.run(case, setting, 2).map_err(|error| context(error.to_string()))?;
+    answers.iter().try_for_each(|answer| judge.check(answer)).map_err(context)
 }
 
 /// Creates the judge of a case.

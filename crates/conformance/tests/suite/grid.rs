@@ -1,32 +1,16 @@
-//! Grids of queries × keys against the f64 oracle: every shape on 2, 3, 4, 6 and 8 ranks, every
-//! layout, masks and options that depend on positions, and what a grid refuses.
+//! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares them
+//! with the oracle.
 
-use annulus::{Attention, Division, LocalRing, PassKind, Tensors};
+use annulus::{Attention, Division, LocalRing, PassKind, Setup, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{
-    BackwardMode, Batch, BiasOrder, Choice, DType, Dims, Dropout, Error, HeadGrid, Layout,
-    Placement, Route, SinkShape, Spec, Strategy, StrategyTraffic, TrafficOptions,
+    BackwardMode, Batch, Choice, DType, Dims, Error, HeadGrid, Layout, Placement, Route, SinkShape,
+    Spec, Strategy, StrategyTraffic, TrafficOptions,
 };
 use ndarray::{Array4, Axis};
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 53, kv_len: 53, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
-
-/// Query parts × key columns.
-const SHAPES: [[usize; 2]; 11] = [
-    [1, 2],
-    [1, 3],
-    [1, 4],
-    [2, 2],
-    [1, 6],
-    [2, 3],
-    [3, 2],
-    [1, 8],
-    [2, 4],
-    [4, 2],
-    // one key column is the ring
-    [3, 1],
-];
 
 const LAYOUTS: [Option<Layout>; 4] =
     [None, Some(Layout::Contiguous), Some(Layout::Zigzag), Some(Layout::Striped)];
@@ -47,19 +31,6 @@ fn case(name: &str, spec: Spec, masks: Masks) -> Case {
     case
 }
 
-/// Attention with everything that a rank of a grid adds once, or computes from positions.
-fn with_options(backward: BackwardMode) -> Spec {
-    Spec {
-        sinks: Some(SinkShape::per_head(2)),
-        bias: Some([1, 4, 1, 53]),
-        bias_order: BiasOrder::BeforeSoftCap,
-        soft_cap: Some(5.0),
-        dropout: Some(Dropout { probability: 0.3, seed: 5 }),
-        backward,
-        ..Spec::new(DIMS, DType::F64)
-    }
-}
-
 fn check(case: &Case, shape: [usize; 2], layout: Option<Layout>) {
     let setting = setting(shape, layout);
     let judge = Judge::new(case).expect("a valid case");
@@ -71,51 +42,17 @@ fn check(case: &Case, shape: [usize; 2], layout: Option<Layout>) {
     }
 }
 
-#[test]
-fn every_shape_and_layout_is_the_oracle() {
-    let full = case("full", Spec::new(DIMS, DType::F64), Masks::default());
-    let causal = Masks { causal: true, ..Masks::default() };
-    let causal = case("causal", Spec::new(DIMS, DType::F64), causal);
-    for (number, shape) in SHAPES.into_iter().enumerate() {
-        for (offset, layout) in LAYOUTS.into_iter().enumerate() {
-            let dtypes = [DType::F32, DType::Bf16, DType::F16, DType::F64];
-            let dtype = dtypes[(number + offset) % 4];
-            check(&full.in_dtype(dtype), shape, layout.clone());
-            check(&causal.in_dtype(dtype), shape, layout);
-        }
-    }
-}
-
-#[test]
-fn sinks_bias_and_dropout_are_the_oracle() {
-    for backward in [BackwardMode::OnePass, BackwardMode::TwoPass] {
-        let causal = Masks { causal: true, ..Masks::default() };
-        let options = case("options", with_options(backward), causal);
-        let by_query = Spec { bias: Some([2, 1, 53, 1]), ..with_options(BackwardMode::OnePass) };
-        let by_query = case("bias by query", by_query, Masks::default());
-        let all = Spec { bias: Some([1, 4, 53, 53]), ..with_options(BackwardMode::OnePass) };
-        let all = case("bias by query and key", all, Masks::default());
-        for shape in [[1, 3], [2, 2], [3, 2]] {
-            for case in [&options, &by_query, &all] {
-                check(&case.in_dtype(DType::F32), shape, None);
-            }
-        }
-    }
-}
-
 /// Rows have equal maxima in several columns: keys are repeated.
 #[test]
 fn outputs_that_are_not_normalised_are_the_oracle() {
     for backward in [BackwardMode::OnePass, BackwardMode::TwoPass] {
         let causal = Masks { causal: true, ..Masks::default() };
         let plain = Spec { normalize: false, backward, ..Spec::new(DIMS, DType::F64) };
-        let options = Spec { normalize: false, ..with_options(backward) };
         let window = Masks { window: Some([Some(4), Some(4)]), ..Masks::default() };
         for (name, spec, masks) in [
-            ("not normalised", plain.clone(), causal.clone()),
+            ("not normalised", plain.clone(), causal),
             // some rows have no key in some columns
             ("not normalised, window", plain, window),
-            ("not normalised, options", options, causal),
         ] {
             let mut case = case(name, spec, masks);
             for (key, from) in [(20, 3), (41, 3), (52, 17)] {
@@ -126,17 +63,6 @@ fn outputs_that_are_not_normalised_are_the_oracle() {
                 check(&case.in_dtype(DType::F32), shape, None);
                 check(&case.in_dtype(DType::Bf16), shape, Some(Layout::Zigzag));
             }
-        }
-    }
-}
-
-#[test]
-fn different_lengths_and_few_rows_are_the_oracle() {
-    for (q_len, kv_len) in [(1, 53), (5, 2), (53, 1), (3, 3), (0, 7), (7, 0)] {
-        let dims = Dims { q_len, kv_len, ..DIMS };
-        let case = case("lengths", Spec::new(dims, DType::F32), Masks::default());
-        for shape in [[1, 4], [2, 2], [4, 2]] {
-            check(&case.in_dtype(DType::F32), shape, Some(Layout::Zigzag));
         }
     }
 }
@@ -295,16 +221,22 @@ fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
         Ok(ring.plan().strategy())
     };
     assert_eq!(chosen(auto.clone())?, Strategy::Grid { heads: 1, queries: 2, keys: 2 });
-    assert_eq!(chosen(auto.clone().documents(documents.clone()))?, Strategy::Ring);
+    assert_eq!(
+        chosen(Setup::from((&auto, Division::new().documents(documents.clone()))))?,
+        Strategy::Ring
+    );
     assert_eq!(chosen(auto.clone().balanced(&causal, dims, &documents, 4)?)?, Strategy::Ring);
     // ids of one side serve for both, also where a key column has other rows than the queries
     let ids = ndarray::Array2::from_shape_fn((1, 64), |(_, row)| (row / 16) as i32);
     let ids = Batch { kv_segment_ids: Some(ids), ..Batch::default() };
-    assert_eq!(chosen(auto.clone().documents(ids))?, Strategy::Ring);
+    assert_eq!(chosen(Setup::from((&auto, Division::new().documents(ids))))?, Strategy::Ring);
     let wrong = Batch { cum_seqlens_q: Some(vec![0, 65]), ..Batch::default() };
-    let error = chosen(auto.clone().documents(wrong)).unwrap_err().to_string();
+    let error =
+        chosen(Setup::from((&auto, Division::new().documents(wrong)))).unwrap_err().to_string();
     assert!(error.starts_with("cum_seqlens_q: got 65 as the last number"), "{error}");
-    let error = chosen(auto.strategy(Strategy::Ring).documents(documents)).unwrap_err();
+    let error =
+        chosen(Setup::from((&auto, Division::new().strategy(Strategy::Ring).documents(documents))))
+            .unwrap_err();
     let want = "documents: got one, for ring, want none: the strategy auto alone depends on it";
     assert_eq!(error.to_string(), want);
     Ok(())

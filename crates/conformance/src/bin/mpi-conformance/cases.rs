@@ -17,9 +17,7 @@ use annulus_conformance::{
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{
-    CustomLayout, HeadGrid, Host, Layout, Placement, Route, Runs, Strategy, Transport,
-};
+use annulus_core::{CustomLayout, Host, Layout, Placement, Route, Runs, Transport};
 use ndarray::{ArrayViewMutD, s};
 
 use crate::harness::{Harness, Verdict, ensure};
@@ -261,7 +259,9 @@ pub(crate) fn strategies(
     for seed in 0..seeds {
         let dtype = dtypes[annulus_core::index(seed) % dtypes.len()];
         let case = Case::random_heads(seed).in_dtype(dtype);
-        for setting in settings_of(&case, harness.ranks(), seed) {
+        let ranks = harness.ranks();
+        let grids = suite::strategy_settings(&case, ranks, annulus_core::index(seed));
+        for setting in suite::published_settings(&case, ranks).into_iter().chain(grids) {
             let of_threads = OfThreads { subject: &threads, setting: &setting };
             let subjects = std::slice::from_ref(&over_mpi);
             let verdict = examine(harness, subjects, &case, &setting, &of_threads);
@@ -270,23 +270,6 @@ pub(crate) fn strategies(
         }
     }
     Ok(())
-}
-
-/// Returns a setting for each strategy that `ranks` ranks and the case admit.
-fn settings_of(case: &Case, ranks: usize, seed: u64) -> Vec<Setting> {
-    let published = [
-        Strategy::Ring,
-        Strategy::AllGather,
-        Strategy::AllToAll,
-        Strategy::OncePerNode { node_ranks: 1 },
-        Strategy::OncePerNode { node_ranks: 2 },
-        Strategy::PassQ,
-    ];
-    let admits = |strategy: &Strategy| HeadGrid::of(&case.spec.dims, ranks, *strategy).is_ok();
-    let with = |strategy| Setting { ranks, strategy, ..Setting::ALONE };
-    let mut all: Vec<Setting> = published.into_iter().filter(admits).map(with).collect();
-    all.extend(suite::strategy_settings(case, ranks, annulus_core::index(seed)));
-    all
 }
 
 const DIMS: Dims =
