@@ -1,7 +1,7 @@
 //! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares them
 //! with the oracle.
 
-use annulus::{Attention, Division, LocalRing, PassKind, Setup, Tensors};
+use annulus::{Attention, Division, LocalRing, PassKind, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{
     BackwardMode, Batch, Choice, DType, Dims, Error, HeadGrid, Layout, Placement, Route, SinkShape,
@@ -221,22 +221,16 @@ fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
         Ok(ring.plan().strategy())
     };
     assert_eq!(chosen(auto.clone())?, Strategy::Grid { heads: 1, queries: 2, keys: 2 });
-    assert_eq!(
-        chosen(Setup::from((&auto, Division::new().documents(documents.clone()))))?,
-        Strategy::Ring
-    );
+    assert_eq!(chosen(auto.clone().documents(documents.clone()))?, Strategy::Ring);
     assert_eq!(chosen(auto.clone().balanced(&causal, dims, &documents, 4)?)?, Strategy::Ring);
     // ids of one side serve for both, also where a key column has other rows than the queries
     let ids = ndarray::Array2::from_shape_fn((1, 64), |(_, row)| (row / 16) as i32);
     let ids = Batch { kv_segment_ids: Some(ids), ..Batch::default() };
-    assert_eq!(chosen(Setup::from((&auto, Division::new().documents(ids))))?, Strategy::Ring);
+    assert_eq!(chosen(auto.clone().documents(ids))?, Strategy::Ring);
     let wrong = Batch { cum_seqlens_q: Some(vec![0, 65]), ..Batch::default() };
-    let error =
-        chosen(Setup::from((&auto, Division::new().documents(wrong)))).unwrap_err().to_string();
+    let error = chosen(auto.clone().documents(wrong)).unwrap_err().to_string();
     assert!(error.starts_with("cum_seqlens_q: got 65 as the last number"), "{error}");
-    let error =
-        chosen(Setup::from((&auto, Division::new().strategy(Strategy::Ring).documents(documents))))
-            .unwrap_err();
+    let error = chosen(auto.clone().strategy(Strategy::Ring).documents(documents)).unwrap_err();
     let want = "documents: got one, for ring, want none: the strategy auto alone depends on it";
     assert_eq!(error.to_string(), want);
     Ok(())
