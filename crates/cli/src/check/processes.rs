@@ -24,7 +24,7 @@ use super::{
 use crate::{
     backend::BackendChoice,
     failure::{Failure, Outcome},
-    job::{Endpoint, Job},
+    job::{Job, RankEndpoint},
 };
 
 /// Verdict of one rank as a message. Numbers are encoded as bits, because JSON has no NaN.
@@ -112,7 +112,7 @@ fn try_judge<T: Element>(
     let opened = Opened::new::<T>(folder, case);
     // created even if the file could not be opened: dropping it tells the other ranks to stop
     // waiting
-    let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
+    let endpoint = RankEndpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     ring.check_heads(&input.dims)?;
     let truth = Truth::new::<T>(&input, case, sinks, &attention)?;
