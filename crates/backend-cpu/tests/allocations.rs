@@ -12,9 +12,9 @@ use std::{
 };
 
 use annulus_core::{
-    Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, CpuWorkspace as _,
-    DType, Dims, Dropout, ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs,
-    Outputs, Passes, RankShard, RowSet, Rows, Shard, Side, SinkShape, Spec, mask,
+    Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, Dims, Dropout,
+    ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
+    RankShard, RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
 };
 use annulus_cpu::{Cpu, CpuWorkspace};
 use ndarray::{Array2, Array4};

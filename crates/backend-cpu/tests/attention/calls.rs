@@ -3,9 +3,9 @@
 use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
-    Backend, BackwardMode, BackwardPass, Block, CpuWorkspace, DType, Dims, Element, Error,
-    ForwardPass, Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows,
-    SinkShape, Spec,
+    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
+    Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
+    Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};

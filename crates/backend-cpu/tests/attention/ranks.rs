@@ -3,9 +3,9 @@
 use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, CpuWorkspace, Dims, Element,
-    ForwardPass, Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes,
-    RankShard, Reduction, Result, RowSet, Rows, Shard, Side,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
+    Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
+    Reduction, Result, RowSet, Rows, Shard, Side, Workspace,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array2, Array3, Array4, Axis};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, CpuWorkspace, DType, Dims, Element,
-    ForwardPass, Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, mask,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
+    Gradients, Host, HostBuffer, Layout, Outputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array4, ArrayView4, Axis, s};

@@ -18,7 +18,7 @@ use annulus_cuda_emulator as emulator;
 use ndarray::{Array4, ArrayView4, s};
 
 use crate::{
-    common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight, staged},
+    common::{CudaMemory, DEADLINE, OnMultiplesOfEight, staged},
     mistakes::{Of, Planted},
     support::{hopper, hopper_on, masked_rows_change_no_bit, next_device, with_seed},
 };
