@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tile.cuh"
-#include "probs.cuh"
+#include "numbers.cuh"
 
 #if ANNULUS_DTYPE >= 2
 

@@ -2,6 +2,6 @@
 // producer warpgroup and two consumer warpgroups.
 #define ANNULUS_WARPGROUP
 #define THREADS 384
-#include "backward_statistics.cuh"
+#include "backward_warpgroup.cuh"
 #include "backward_queries_warpgroup.cuh"
 #include "backward_keys_warpgroup.cuh"

@@ -13,8 +13,8 @@
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "cp.async".
 #pragma once
 
-#include "head_tiles.cuh"
-#include "probs.cuh"
+#include "tile.cuh"
+#include "numbers.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 

@@ -9,7 +9,7 @@
 
 #include "forward_state.cuh"
 #include "forward_scheduler.cuh"
-#include "warpgroup_lane.cuh"
+#include "warpgroup.cuh"
 
 // Softmax statistics (m, ℓ) and the factor e^{m − m'} of the last update, for a thread's two rows.
 struct SoftmaxState {

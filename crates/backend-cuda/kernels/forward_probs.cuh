@@ -6,7 +6,6 @@
 #pragma once
 
 #include "forward_state.cuh"
-#include "gqa_packing.cuh"
 #include "row_tiles.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64

@@ -13,7 +13,7 @@
 //           O ← O + P·V of the last KV tile;  write O (forward_outputs.cuh)
 //
 // S, P and O stay in registers. Scores with an epilogue have an instantiation of their own
-// (warpgroup_scores.cuh), so that its code and registers do not slow down the others. Without one
+// (warpgroup_tile.cuh), so that its code and registers do not slow down the others. Without one
 // the scores are never formed: e^{scale·s − m} is one multiply-add and one ex2. The consumers take
 // turns to issue wgmma (ping-pong scheduling with named barriers), so that the GEMMs of one overlap
 // the softmax of the others. With GQA packing the rows of a tile are (query, head) pairs, as in
@@ -23,7 +23,7 @@
 #pragma once
 
 #include "forward_outputs.cuh"
-#include "warpgroup_scores.cuh"
+#include "warpgroup_tile.cuh"
 
 // Online softmax of one tile: scores become probabilities, softmax statistics are updated. Masked
 // pairs get score −∞ and so probability 0. Row sums are partial: this thread's columns only. Maxima

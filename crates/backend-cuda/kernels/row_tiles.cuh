@@ -122,7 +122,7 @@ DEVICE bool is_visible(const u32 (&visible)[row_tiles], u32 m, u32 n, u32 e) {
     return visible[m] >> (4 * n + e) & 1;
 }
 
-// Marks the masked elements of a left operand (probs.cuh).
+// Marks the masked elements of a left operand (numbers.cuh).
 template <u32 row_tiles, u32 columns>
 DEVICE void mark_left(u32 (&left)[row_tiles][columns][2], const u32 (&visible)[row_tiles]) {
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
@@ -263,7 +263,7 @@ DEVICE void panel_nn(PanelAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][c
 }
 
 // acc += left·right over the next chunks of the stream, of this phase, of their rows from
-// lane.first_column on. In a partial tile the masked pairs of `left` are marked (probs.cuh).
+// lane.first_column on. In a partial tile the masked pairs of `left` are marked (numbers.cuh).
 template <u32 phase, u32 row_tiles, u32 columns, typename RightStream>
 DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][columns][2],
                     RightStream& stream, u32 dim, bool is_full, const RowLane& lane,

@@ -2,7 +2,7 @@
 // backward prologue (Δ), and the gradient of the sinks. A row is one head's value_dim elements.
 #pragma once
 
-#include "vectors.cuh"
+#include "records.cuh"
 
 #define LANES 32
 

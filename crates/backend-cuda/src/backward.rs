@@ -1,10 +1,10 @@
 //! Backward pass: prologue and end (`begin_backward` and `sink_gradient` of `kernels/rows.cuh`,
 //! copies of the results), and the operands of each block.
 //!
-//! dK and dV: `kernels/backward_keys.cuh`, on tensor cores `kernels/backward_keys_matrix.cuh`,
+//! dK and dV: `kernels/backward.cuh`, on tensor cores `kernels/backward_keys_matrix.cuh`,
 //! on warpgroups `kernels/backward_keys_warpgroup.cuh`.
 //!
-//! dQ from one block of keys: `kernels/backward_queries.cuh`, on tensor cores
+//! dQ from one block of keys: `kernels/backward.cuh`, on tensor cores
 //! `kernels/backward_queries_matrix.cuh`, on warpgroups `kernels/backward_queries_warpgroup.cuh`.
 //!
 //! dbias from one block of keys: `kernels/bias_gradient.cuh`.

@@ -345,21 +345,6 @@ pub(crate) fn to_u32(count: usize) -> Result<u32> {
     })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_of_most_tiles_come_first_in_each_plane() {
-        let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
-        // two planes of three lists: 1, 5 and 3 tiles; 2, none and 2
-        let runs = [1, 4, 1, 3, 2, 2].map(run);
-        let starts = [0, 1, 3, 4, 5, 5, 6];
-        assert_eq!(longest_first(&starts, &runs, 3), [1, 2, 0, 0, 2, 1]);
-        assert_eq!(longest_first(&[0], &[], 0), [0; 0]);
-    }
-}
-
 /// Lists in device memory, the one that was used last at the end.
 #[derive(Debug, Default)]
 pub(crate) struct KeyNumbers {
@@ -435,4 +420,19 @@ impl List {
 
 fn bytes(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_most_tiles_come_first_in_each_plane() {
+        let run = |count| TileRun { first: 0, count, bitmask: TileRun::FULL };
+        // two planes of three lists: 1, 5 and 3 tiles; 2, none and 2
+        let runs = [1, 4, 1, 3, 2, 2].map(run);
+        let starts = [0, 1, 3, 4, 5, 5, 6];
+        assert_eq!(longest_first(&starts, &runs, 3), [1, 2, 0, 0, 2, 1]);
+        assert_eq!(longest_first(&[0], &[], 0), [0; 0]);
+    }
 }

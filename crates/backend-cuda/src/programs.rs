@@ -11,66 +11,55 @@ use crate::variant::{Family, Variant};
 type Header = (&'static str, &'static str);
 
 /// Headers of all programs.
-const HEADERS: [Header; 8] = [
+const HEADERS: [Header; 7] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
     ("arguments.cuh", include_str!("../kernels/arguments.cuh")),
     ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
-    ("probs.cuh", include_str!("../kernels/probs.cuh")),
     ("forward_state.cuh", include_str!("../kernels/forward_state.cuh")),
 ];
 
 /// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 20] = [
-    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
+const GENERAL_HEADERS: [Header; 15] = [
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
-    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
     ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
     ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
     ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
-    ("merge_warps.cuh", include_str!("../kernels/merge_warps.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
     ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
     ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
     ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
-    ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
-    ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
+    ("backward.cuh", include_str!("../kernels/backward.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
-    ("vectors.cuh", include_str!("../kernels/vectors.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
 /// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
-const WARPGROUP_HEADERS: [Header; 5] = [
+const WARPGROUP_HEADERS: [Header; 4] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
     ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
     ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
     ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
-    ("warpgroup_lane.cuh", include_str!("../kernels/warpgroup_lane.cuh")),
 ];
 
 /// Further headers of [`Family::Warpgroup`].
-const WARPGROUP_FORWARD_HEADERS: [Header; 6] = [
-    ("gqa_packing.cuh", include_str!("../kernels/gqa_packing.cuh")),
+const WARPGROUP_FORWARD_HEADERS: [Header; 4] = [
     ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
-    ("warpgroup_scores.cuh", include_str!("../kernels/warpgroup_scores.cuh")),
     ("forward_scheduler.cuh", include_str!("../kernels/forward_scheduler.cuh")),
     ("forward_outputs.cuh", include_str!("../kernels/forward_outputs.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];
 
 /// Further headers of [`Family::WarpgroupBackward`].
-const WARPGROUP_BACKWARD_HEADERS: [Header; 6] = [
-    ("head_tiles.cuh", include_str!("../kernels/head_tiles.cuh")),
+const WARPGROUP_BACKWARD_HEADERS: [Header; 4] = [
     ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
-    ("backward_statistics.cuh", include_str!("../kernels/backward_statistics.cuh")),
     ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
     ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
 ];

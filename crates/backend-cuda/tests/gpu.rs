@@ -22,7 +22,7 @@ use annulus_cuda::{
 };
 use half::bf16;
 
-use common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight};
+use common::{CudaMemory, DEADLINE, OnMultiplesOfEight};
 
 fn gpu() -> impl Subject {
     delayed(Duration::ZERO)

@@ -109,6 +109,177 @@ pub(crate) fn choose<'a>(
         .max_by_key(|proof| proof.level)
 }
 
+/// Queries of a workgroup of the forward kernels. Both give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QueryTileSize {
+    /// 32 queries.
+    Of32,
+    /// 64 queries, so that K and V serve twice as many, for kernels with cooperative matrices: 128
+    /// invocations in place of 64, and Q is loaded once, up to dim 128: a third of the loads for
+    /// each product.
+    /// Kernels without matrices have 32.
+    Of64,
+}
+
+/// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster: NVIDIA,
+/// whose H200 took 0.59 to 0.82 of the time (benches/record/wgpu.md).
+///
+/// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because fewer
+/// workgroups fit workgroup memory (benches/record/wgpu-compilers.md).
+const MEASURED: &[u32] = &[0x10de];
+
+/// Largest head and value dim of tiles of 64 queries by default. Beyond it matrices hold Q no
+/// longer: with 256 an H200 took 1.13 times as long as with tiles of 32.
+const MAX_DIM: usize = 128;
+
+/// Least number of workgroups of 64 queries by default: as many as fill a GPU (`split_kv.rs`), or
+/// it would be idle in part where twice as many workgroups of 32 queries keep it busy.
+const MIN_WORKGROUPS: usize = 512;
+
+/// Shape of a forward launch by which the tile is chosen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LaunchShape {
+    /// The larger of head and value dim.
+    pub(crate) dim: usize,
+    /// Workgroups of 64 queries.
+    pub(crate) workgroups: usize,
+}
+
+impl QueryTileSize {
+    /// All tiles.
+    pub const ALL: [Self; 2] = [Self::Of32, Self::Of64];
+
+    /// Environment variable that names the tile, if the caller requests none.
+    pub const VARIABLE: &'static str = "ANNULUS_WGPU_QUERY_TILE";
+
+    /// Reads the tile from [`QueryTileSize::VARIABLE`]; `None` if it is not set.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
+    pub fn forced() -> Result<Option<Self>> {
+        forced(Self::VARIABLE, Self::ALL, Self::name)
+    }
+
+    /// Name in [`QueryTileSize::VARIABLE`] and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Of32 => "32",
+            Self::Of64 => "64",
+        }
+    }
+
+    /// Selects the tile of large launches on an adapter at a level.
+    pub(crate) fn of_adapter(info: &AdapterInfo, level: Level) -> Self {
+        let is_measured = level == Level::Matrix && MEASURED.contains(&info.vendor);
+        if is_measured { Self::Of64 } else { Self::Of32 }
+    }
+
+    /// True if a launch of this shape gains by 64 queries, on adapters that do.
+    pub(crate) const fn suits(shape: LaunchShape) -> bool {
+        let LaunchShape { dim, workgroups } = shape;
+        dim > 32 && dim <= MAX_DIM && workgroups >= MIN_WORKGROUPS
+    }
+}
+
+/// Tile of forward launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TileChoice {
+    /// Requested: of all launches that can have it.
+    Forced(QueryTileSize),
+    /// Of launches that it suits.
+    Default(QueryTileSize),
+}
+
+/// Pairs of a 32 × 32 tile that one invocation computes with multiply-adds.
+///
+/// All compute the same sums in the same order, so results have the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RegisterTile {
+    /// 4 × 4 pairs, workgroups of 64 invocations. For every four elements of a product an
+    /// invocation reads 8 vectors of 4 from workgroup memory and issues 64 multiply-adds. Of tiles
+    /// of 64 queries it computes 8 × 4 pairs ([`crate::QueryTileSize::Of64`]).
+    FourRows,
+    /// 2 × 4 pairs, workgroups of 128 invocations: half of the accumulators, and half of the loads
+    /// in flight, in each. 6 vectors for 32 multiply-adds. For GPUs whose invocations have 128
+    /// registers. Kernels that would still exceed them have one row (`TileVariant::fitting_tile`).
+    TwoRows,
+    /// 1 × 4 pairs, workgroups of 256 invocations, the most that every device of WebGPU has. 5
+    /// vectors for 16 multiply-adds.
+    OneRow,
+}
+
+impl RegisterTile {
+    /// All register tiles.
+    pub const ALL: [Self; 3] = [Self::FourRows, Self::TwoRows, Self::OneRow];
+
+    /// Environment variable that names the register tile, if the caller requests none.
+    pub const VARIABLE: &'static str = "ANNULUS_WGPU_REGISTER_TILE";
+
+    /// Reads the register tile from [`RegisterTile::VARIABLE`]; `None` if it is not set.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
+    pub fn forced() -> Result<Option<Self>> {
+        forced(Self::VARIABLE, Self::ALL, Self::name)
+    }
+
+    /// Name in [`RegisterTile::VARIABLE`] and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::FourRows => "4x4",
+            Self::TwoRows => "2x4",
+            Self::OneRow => "1x4",
+        }
+    }
+
+    /// Rows of the register tile, of 4 columns each.
+    pub(crate) const fn rows(self) -> usize {
+        match self {
+            Self::FourRows => 4,
+            Self::TwoRows => 2,
+            Self::OneRow => 1,
+        }
+    }
+
+    /// Invocations of a workgroup. Kernels of one row in place of two have twice as many.
+    pub const fn invocations(self) -> u32 {
+        match self {
+            Self::FourRows => 64,
+            Self::TwoRows => 128,
+            Self::OneRow => 256,
+        }
+    }
+
+    /// Most invocations of a workgroup of any kernel.
+    pub(crate) const fn max_invocations(self) -> u32 {
+        match self {
+            Self::FourRows => 64,
+            Self::TwoRows | Self::OneRow => 256,
+        }
+    }
+
+    /// Upper bound of the registers of an invocation that hold sums of dV and dK. The rest of a
+    /// kernel of four rows takes 75 to 120 of up to 256 registers, that of a kernel of two rows or
+    /// one about 80 of 128.
+    pub(crate) const fn max_accumulators(self) -> usize {
+        match self {
+            Self::FourRows => 128,
+            Self::TwoRows | Self::OneRow => 32,
+        }
+    }
+
+    /// Distance of the rows of which an invocation loads four elements each. Eight invocations load
+    /// the 32 elements of a row.
+    pub(crate) const fn load_step(self) -> usize {
+        self.invocations() as usize / 8
+    }
+
+    /// Number of these rows.
+    pub(crate) const fn loads(self) -> usize {
+        32 / self.load_step()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -211,87 +382,6 @@ mod tests {
     }
 }
 
-/// Queries of a workgroup of the forward kernels. Both give the same bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum QueryTileSize {
-    /// 32 queries.
-    Of32,
-    /// 64 queries, so that K and V serve twice as many, for kernels with cooperative matrices: 128
-    /// invocations in place of 64, and Q is loaded once, up to dim 128: a third of the loads for
-    /// each product.
-    /// Kernels without matrices have 32.
-    Of64,
-}
-
-/// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster: NVIDIA,
-/// whose H200 took 0.59 to 0.82 of the time (benches/record/wgpu.md).
-///
-/// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because fewer
-/// workgroups fit workgroup memory (benches/record/wgpu-compilers.md).
-const MEASURED: &[u32] = &[0x10de];
-
-/// Largest head and value dim of tiles of 64 queries by default. Beyond it matrices hold Q no
-/// longer: with 256 an H200 took 1.13 times as long as with tiles of 32.
-const MAX_DIM: usize = 128;
-
-/// Least number of workgroups of 64 queries by default: as many as fill a GPU (`split_kv.rs`), or
-/// it would be idle in part where twice as many workgroups of 32 queries keep it busy.
-const MIN_WORKGROUPS: usize = 512;
-
-/// Shape of a forward launch by which the tile is chosen.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LaunchShape {
-    /// The larger of head and value dim.
-    pub(crate) dim: usize,
-    /// Workgroups of 64 queries.
-    pub(crate) workgroups: usize,
-}
-
-impl QueryTileSize {
-    /// All tiles.
-    pub const ALL: [Self; 2] = [Self::Of32, Self::Of64];
-
-    /// Environment variable that names the tile, if the caller requests none.
-    pub const VARIABLE: &'static str = "ANNULUS_WGPU_QUERY_TILE";
-
-    /// Reads the tile from [`QueryTileSize::VARIABLE`]; `None` if it is not set.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
-    pub fn forced() -> Result<Option<Self>> {
-        forced(Self::VARIABLE, Self::ALL, Self::name)
-    }
-
-    /// Name in [`QueryTileSize::VARIABLE`] and in messages.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Of32 => "32",
-            Self::Of64 => "64",
-        }
-    }
-
-    /// Selects the tile of large launches on an adapter at a level.
-    pub(crate) fn of_adapter(info: &AdapterInfo, level: Level) -> Self {
-        let is_measured = level == Level::Matrix && MEASURED.contains(&info.vendor);
-        if is_measured { Self::Of64 } else { Self::Of32 }
-    }
-
-    /// True if a launch of this shape gains by 64 queries, on adapters that do.
-    pub(crate) const fn suits(shape: LaunchShape) -> bool {
-        let LaunchShape { dim, workgroups } = shape;
-        dim > 32 && dim <= MAX_DIM && workgroups >= MIN_WORKGROUPS
-    }
-}
-
-/// Tile of forward launches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TileChoice {
-    /// Requested: of all launches that can have it.
-    Forced(QueryTileSize),
-    /// Of launches that it suits.
-    Default(QueryTileSize),
-}
-
 #[cfg(test)]
 mod query_tile_tests {
     use super::*;
@@ -318,95 +408,5 @@ mod query_tile_tests {
         let suits = |dim, workgroups| QueryTileSize::suits(LaunchShape { dim, workgroups });
         assert!(suits(64, 512) && suits(128, 4096));
         assert!(!suits(64, 511) && !suits(32, 4096) && !suits(129, 4096));
-    }
-}
-
-/// Pairs of a 32 × 32 tile that one invocation computes with multiply-adds.
-///
-/// All compute the same sums in the same order, so results have the same bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum RegisterTile {
-    /// 4 × 4 pairs, workgroups of 64 invocations. For every four elements of a product an
-    /// invocation reads 8 vectors of 4 from workgroup memory and issues 64 multiply-adds. Of tiles
-    /// of 64 queries it computes 8 × 4 pairs ([`crate::QueryTileSize::Of64`]).
-    FourRows,
-    /// 2 × 4 pairs, workgroups of 128 invocations: half of the accumulators, and half of the loads
-    /// in flight, in each. 6 vectors for 32 multiply-adds. For GPUs whose invocations have 128
-    /// registers. Kernels that would still exceed them have one row (`TileVariant::fitting_tile`).
-    TwoRows,
-    /// 1 × 4 pairs, workgroups of 256 invocations, the most that every device of WebGPU has. 5
-    /// vectors for 16 multiply-adds.
-    OneRow,
-}
-
-impl RegisterTile {
-    /// All register tiles.
-    pub const ALL: [Self; 3] = [Self::FourRows, Self::TwoRows, Self::OneRow];
-
-    /// Environment variable that names the register tile, if the caller requests none.
-    pub const VARIABLE: &'static str = "ANNULUS_WGPU_REGISTER_TILE";
-
-    /// Reads the register tile from [`RegisterTile::VARIABLE`]; `None` if it is not set.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if its value names none.
-    pub fn forced() -> Result<Option<Self>> {
-        forced(Self::VARIABLE, Self::ALL, Self::name)
-    }
-
-    /// Name in [`RegisterTile::VARIABLE`] and in messages.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::FourRows => "4x4",
-            Self::TwoRows => "2x4",
-            Self::OneRow => "1x4",
-        }
-    }
-
-    /// Rows of the register tile, of 4 columns each.
-    pub(crate) const fn rows(self) -> usize {
-        match self {
-            Self::FourRows => 4,
-            Self::TwoRows => 2,
-            Self::OneRow => 1,
-        }
-    }
-
-    /// Invocations of a workgroup. Kernels of one row in place of two have twice as many.
-    pub const fn invocations(self) -> u32 {
-        match self {
-            Self::FourRows => 64,
-            Self::TwoRows => 128,
-            Self::OneRow => 256,
-        }
-    }
-
-    /// Most invocations of a workgroup of any kernel.
-    pub(crate) const fn max_invocations(self) -> u32 {
-        match self {
-            Self::FourRows => 64,
-            Self::TwoRows | Self::OneRow => 256,
-        }
-    }
-
-    /// Upper bound of the registers of an invocation that hold sums of dV and dK. The rest of a
-    /// kernel of four rows takes 75 to 120 of up to 256 registers, that of a kernel of two rows or
-    /// one about 80 of 128.
-    pub(crate) const fn max_accumulators(self) -> usize {
-        match self {
-            Self::FourRows => 128,
-            Self::TwoRows | Self::OneRow => 32,
-        }
-    }
-
-    /// Distance of the rows of which an invocation loads four elements each. Eight invocations load
-    /// the 32 elements of a row.
-    pub(crate) const fn load_step(self) -> usize {
-        self.invocations() as usize / 8
-    }
-
-    /// Number of these rows.
-    pub(crate) const fn loads(self) -> usize {
-        32 / self.load_step()
     }
 }

@@ -125,6 +125,23 @@ impl Matrices {
     }
 }
 
+/// Reads the one of `all` that the environment variable `variable` names; `None` if it is not set.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if its value names none.
+pub(crate) fn forced<T: Copy, const COUNT: usize>(
+    variable: &'static str,
+    all: [T; COUNT],
+    name: impl Fn(T) -> &'static str,
+) -> Result<Option<T>> {
+    let Some(value) = std::env::var_os(variable) else { return Ok(None) };
+    let named = all.into_iter().find(|&one| value == name(one));
+    let names = all.map(name).join(", ");
+    named
+        .map(Some)
+        .ok_or_else(|| Error::invalid(variable, value.display(), format!("one of {names}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,21 +215,4 @@ mod tests {
         let without_matrices = Level::of_device(Features::SUBGROUP, 8, Some(Matrices::new(8, 8)));
         assert_eq!(without_matrices, [Level::Plain]);
     }
-}
-
-/// Reads the one of `all` that the environment variable `variable` names; `None` if it is not set.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if its value names none.
-pub(crate) fn forced<T: Copy, const COUNT: usize>(
-    variable: &'static str,
-    all: [T; COUNT],
-    name: impl Fn(T) -> &'static str,
-) -> Result<Option<T>> {
-    let Some(value) = std::env::var_os(variable) else { return Ok(None) };
-    let named = all.into_iter().find(|&one| value == name(one));
-    let names = all.map(name).join(", ");
-    named
-        .map(Some)
-        .ok_or_else(|| Error::invalid(variable, value.display(), format!("one of {names}")))
 }

@@ -74,25 +74,6 @@ impl WidenTo for f16 {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_16_bit_float_is_widened_exactly() {
-        for bits in 0..=u16::MAX {
-            let half = f16::from_bits(bits);
-            let brain = bf16::from_bits(bits);
-            for (got, want) in [(half.widen(), half.to_f32()), (brain.widen(), brain.to_f32())] {
-                assert!(
-                    got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(),
-                    "{bits:04x}"
-                );
-            }
-        }
-    }
-}
-
 /// Arithmetic of f32 and f64.
 pub(crate) trait Float:
     Element<Accumulator = Self>
@@ -178,5 +159,24 @@ impl Float for f64 {
     #[inline(always)]
     fn rounded(self, dtype: DType) -> Self {
         dtype.round(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_16_bit_float_is_widened_exactly() {
+        for bits in 0..=u16::MAX {
+            let half = f16::from_bits(bits);
+            let brain = bf16::from_bits(bits);
+            for (got, want) in [(half.widen(), half.to_f32()), (brain.widen(), brain.to_f32())] {
+                assert!(
+                    got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(),
+                    "{bits:04x}"
+                );
+            }
+        }
     }
 }

@@ -139,25 +139,6 @@ impl std::fmt::Display for Isa {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_forced_name_is_accepted_or_rejected() {
-        assert_eq!(Isa::named(Some("portable")), Ok(Some(Isa::Portable)));
-        assert_eq!(Isa::named(Some("")), Ok(None));
-        assert!(Isa::widest().is_available() && Isa::widest() != Isa::Avx512Bf16);
-        assert_eq!(Isa::named(Some("sse9")).unwrap_err().code(), 1);
-        for isa in Isa::ALL {
-            match Isa::named(Some(isa.name())) {
-                Ok(named) => assert!(named == Some(isa) && isa.is_available()),
-                Err(error) => assert!(error.code() == 2 && !isa.is_available()),
-            }
-        }
-    }
-}
-
 /// Prefetches every cache line that holds a part of `memory` into the first-level cache.
 ///
 /// A no-op on other architectures: stable Rust has no prefetch intrinsic for them.
@@ -212,5 +193,24 @@ fn each_line(first: *const u8, bytes: usize, prefetch: impl Fn(*const u8)) {
     let offset = first.addr() % LINE;
     for line in 0..(offset + bytes).div_ceil(LINE) {
         prefetch(first.wrapping_sub(offset).wrapping_add(line * LINE));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forced_name_is_accepted_or_rejected() {
+        assert_eq!(Isa::named(Some("portable")), Ok(Some(Isa::Portable)));
+        assert_eq!(Isa::named(Some("")), Ok(None));
+        assert!(Isa::widest().is_available() && Isa::widest() != Isa::Avx512Bf16);
+        assert_eq!(Isa::named(Some("sse9")).unwrap_err().code(), 1);
+        for isa in Isa::ALL {
+            match Isa::named(Some(isa.name())) {
+                Ok(named) => assert!(named == Some(isa) && isa.is_available()),
+                Err(error) => assert!(error.code() == 2 && !isa.is_available()),
+            }
+        }
     }
 }

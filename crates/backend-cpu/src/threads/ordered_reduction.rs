@@ -141,6 +141,16 @@ impl Drop for TaskSlot<'_> {
     }
 }
 
+/// Locks, ignoring poison: a panic ends the pass, and its results are never read.
+pub(crate) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the contents of a mutex that no other thread can hold.
+pub(crate) fn get_mut<T>(shared: &mut Mutex<T>) -> &mut T {
+    shared.get_mut().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests {
     use std::{ops::ControlFlow, time::Duration};
@@ -206,14 +216,4 @@ mod tests {
         });
         assert_eq!(finished.into_inner().unwrap(), [3, 4]);
     }
-}
-
-/// Locks, ignoring poison: a panic ends the pass, and its results are never read.
-pub(crate) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the contents of a mutex that no other thread can hold.
-pub(crate) fn get_mut<T>(shared: &mut Mutex<T>) -> &mut T {
-    shared.get_mut().unwrap_or_else(PoisonError::into_inner)
 }

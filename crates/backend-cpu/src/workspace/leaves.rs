@@ -203,43 +203,6 @@ fn query_leaves(rows: &Rows, leaf_rows: u64) -> Result<impl Iterator<Item = (u64
     }))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn rows(numbers: impl IntoIterator<Item = u64>) -> Rows {
-        let mut rows = Rows::default();
-        rows.refill(|list, positions, _| {
-            list.extend(numbers);
-            positions.extend(list.iter().map(|row| row.cast_signed()));
-        })
-        .unwrap();
-        rows
-    }
-
-    #[test]
-    fn blocks_are_divided_by_row_numbers() {
-        let merges = LeafMerges::of_arrivals([1, 2, 0]).unwrap();
-        let mut arrivals = LeafArrivals::default();
-        let mut divide = |numbers: Vec<u64>| {
-            arrivals.refill(&merges, 128, &rows(numbers))?;
-            let ends = |tile: &Range<usize>| [tile.start, tile.end];
-            let tiles = |leaf: &LeafKeys| arrivals.tiles(leaf).iter().map(ends).collect::<Vec<_>>();
-            let leaf = |leaf: &LeafKeys| (leaf.closes, tiles(leaf));
-            Ok::<_, Error>(arrivals.leaves().iter().map(leaf).collect::<Vec<_>>())
-        };
-        // a leaf that lacks its first rows, and the first half of the next
-        let block = divide((150..256).chain(256..320).collect()).unwrap();
-        assert_eq!(block, [(None, vec![[0, 42], [42, 106]]), (Some(0), vec![[106, 170]])]);
-        // its second half, and a leaf with one row
-        let block = divide((320..384).chain([5]).collect()).unwrap();
-        assert_eq!(block, [(None, vec![[0, 64]]), (Some(1), vec![[64, 65]])]);
-        assert!(divide(vec![]).unwrap().is_empty());
-        let error = divide(vec![130]).unwrap_err();
-        assert!(error.to_string().contains("leaf 1 arrives out of order"), "{error}");
-    }
-}
-
 const WHAT: &str = "the partial gradients of leaves";
 
 /// Sums of one task: dKᵀ and dVᵀ in strips, and dbias.
@@ -371,5 +334,42 @@ impl<A: Real> KeyLeaves<A> {
         list_bytes(&self.tasks)
             + list_bytes(&self.steps)
             + self.tasks.iter().map(of_task).sum::<usize>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(numbers: impl IntoIterator<Item = u64>) -> Rows {
+        let mut rows = Rows::default();
+        rows.refill(|list, positions, _| {
+            list.extend(numbers);
+            positions.extend(list.iter().map(|row| row.cast_signed()));
+        })
+        .unwrap();
+        rows
+    }
+
+    #[test]
+    fn blocks_are_divided_by_row_numbers() {
+        let merges = LeafMerges::of_arrivals([1, 2, 0]).unwrap();
+        let mut arrivals = LeafArrivals::default();
+        let mut divide = |numbers: Vec<u64>| {
+            arrivals.refill(&merges, 128, &rows(numbers))?;
+            let ends = |tile: &Range<usize>| [tile.start, tile.end];
+            let tiles = |leaf: &LeafKeys| arrivals.tiles(leaf).iter().map(ends).collect::<Vec<_>>();
+            let leaf = |leaf: &LeafKeys| (leaf.closes, tiles(leaf));
+            Ok::<_, Error>(arrivals.leaves().iter().map(leaf).collect::<Vec<_>>())
+        };
+        // a leaf that lacks its first rows, and the first half of the next
+        let block = divide((150..256).chain(256..320).collect()).unwrap();
+        assert_eq!(block, [(None, vec![[0, 42], [42, 106]]), (Some(0), vec![[106, 170]])]);
+        // its second half, and a leaf with one row
+        let block = divide((320..384).chain([5]).collect()).unwrap();
+        assert_eq!(block, [(None, vec![[0, 64]]), (Some(1), vec![[64, 65]])]);
+        assert!(divide(vec![]).unwrap().is_empty());
+        let error = divide(vec![130]).unwrap_err();
+        assert!(error.to_string().contains("leaf 1 arrives out of order"), "{error}");
     }
 }

@@ -170,3 +170,36 @@ fn probs_are_rounded_only_where_the_spec_allows_it() {
         assert!(bits(Isa::Avx512Bf16) != bits(Isa::Avx512));
     }
 }
+
+fn cpus() -> impl Iterator<Item = Cpu> {
+    Isa::ALL
+        .into_iter()
+        .filter(|isa| isa.is_available())
+        .map(|isa| Cpu::new(1).unwrap().with_isa(isa).unwrap())
+}
+
+#[test]
+fn narrow_scores_are_rounded_as_the_oracle_rounds_them() {
+    for (dtype, narrow) in [
+        (DType::F32, DType::Bf16),
+        (DType::F32, DType::F16),
+        (DType::F64, DType::F32),
+        (DType::F64, DType::Bf16),
+    ] {
+        let mut spec = Spec::new(Dims::new(1, 70, 1, 16), dtype);
+        spec.logits_dtype = narrow;
+        // multiples of 1/16: products are exact in every order, so that rounding them has one
+        // result
+        let mut case = Case::new(spec, &mut Random(9));
+        for tensor in [&mut case.q, &mut case.k] {
+            tensor.mapv_inplace(|x| (x * 16.0).round() / 16.0);
+        }
+        let mut plain = case.clone();
+        plain.spec.logits_dtype = dtype;
+        assert!(narrow == DType::F32 || plain.oracle() != case.oracle());
+        for cpu in cpus() {
+            let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+            got.assert_close(&case.oracle(), 2e-5, &format!("{dtype} {narrow}"));
+        }
+    }
+}

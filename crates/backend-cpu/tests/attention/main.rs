@@ -5,11 +5,8 @@
 
 mod accuracy;
 mod calls;
-mod features;
 mod forced;
 mod forward_only;
-mod last_block;
-mod numbers;
 mod ranks;
 mod short_calls;
 mod support;

@@ -16,7 +16,7 @@ use annulus_cuda_emulator as emulator;
 use ndarray::s;
 
 use crate::{
-    common::{multiples::OnMultiplesOfEight, staged},
+    common::{OnMultiplesOfEight, staged},
     support::{
         compiler, emulated, hopper, hopper_on, masked_rows_change_no_bit, next_device,
         on_warpgroups, with_seed,

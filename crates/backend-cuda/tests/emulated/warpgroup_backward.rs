@@ -18,7 +18,7 @@ use annulus_cuda_emulator as emulator;
 use ndarray::{Array4, ArrayView4, s};
 
 use crate::{
-    common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight, staged},
+    common::{CudaMemory, DEADLINE, OnMultiplesOfEight, staged},
     mistakes::{Of, Planted},
     support::{hopper, hopper_on, masked_rows_change_no_bit, next_device, with_seed},
 };
@@ -41,9 +41,7 @@ fn dims(queries: usize, dim: usize) -> Dims {
 
 /// Emulated GPUs with split backward kernels, perhaps with a planted mistake.
 fn split_kernels(planted: Option<Planted>) -> impl Subject {
-    staged("emulated cuda with split backward kernels", Duration::ZERO, move || {
-        Ok(hopper(planted)?)
-    })
+    staged("emulated cuda with split backward kernels", Duration::ZERO, move || hopper(planted))
 }
 
 fn text(error: Error) -> String {
@@ -53,9 +51,8 @@ fn text(error: Error) -> String {
 /// Verdict on a case on one rank, and the numbers of blocks of [`QUERIES`] and [`KEYS`].
 fn run_on(case: &Case, fewest_rows: usize) -> Result<[[u64; 3]; 2], String> {
     let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || {
-        Ok(hopper_on(ordinal, None, fewest_rows)?)
-    });
+    let subject =
+        staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, None, fewest_rows));
     let answers = subject.run(case, &Setting::ALONE, 1).map_err(text)?;
     Judge::new(case).map_err(text)?.check(&answers[0])?;
     Ok([QUERIES, KEYS].map(|names| names.map(|name| emulator::blocks(ordinal, name))))

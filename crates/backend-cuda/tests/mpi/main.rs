@@ -10,7 +10,6 @@
 //! mpi lost forward|backward rank 1 is killed in the middle of a pass: the others report it
 //! ```
 
-mod failures;
 mod rings;
 
 use std::process::ExitCode;
@@ -21,8 +20,8 @@ fn run(arguments: &[&str]) -> Result<String> {
     let launch = Launch::begin()?;
     match arguments {
         [] => rings::all(),
-        ["refused"] => failures::refused(),
-        ["lost", moment] => failures::lost(launch, moment),
+        ["refused"] => rings::refused(),
+        ["lost", moment] => rings::lost(launch, moment),
         other => Err(Error::invalid(
             "arguments",
             other.join(" "),
