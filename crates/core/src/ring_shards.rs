@@ -39,7 +39,7 @@ impl RingShards {
     /// Dims, layout and batch must have been validated.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] of [`Batch::validate_layout`];
+    /// [`crate::Error::InvalidArgument`] of [`Layout::validate_batch`];
     /// [`crate::Error::OutOfMemory`].
     pub fn of_batch(
         dims: &Dims,
@@ -60,7 +60,7 @@ impl RingShards {
             && (starts[0] == starts[1] || starts.iter().any(|starts| starts.is_none()))
             && layout.has_equal_sides();
         for rank in 0..ranks {
-            layout.validate_batch(&batch, dims, rank, ranks)?;
+            layout.validate_batch(batch, dims, rank, ranks)?;
             let rows = |side, len| {
                 let rows = layout.shard(side, len, rank, ranks);
                 memory::collect(

@@ -300,7 +300,10 @@ mod tests {
         for earlier in ["\"full_duplex\": true,", "\"overlap\": 0.5,"] {
             let text = format(&one_node).replace(link, &format!("{link} {earlier}"));
             let refused = parse(&text, "machine").unwrap_err().to_string();
-            assert!(refused.contains("inside_node: unknown field"), "{refused}");
+            assert!(
+                refused.contains("inside_node.") && refused.contains("unknown field"),
+                "{refused}"
+            );
         }
         let memory = |written: &str| {
             let written = format!("\"memory\": {written}");

@@ -309,7 +309,7 @@ fn plans_of_many_ranks_have_sums_of_steps() {
         json.len()
     );
     assert!(
-        svg.contains("more than 128 ranks")
+        svg.contains("not drawn for more than 128 ranks")
             && svg.contains("1 of 4 runs of rows")
             && !svg.contains("NaN")
     );
@@ -361,7 +361,7 @@ fn plans_of_more_than_256_ranks_are_summaries() {
     let folder = Folder::new("plan_summary");
     folder.succeed("plan --causal --q-len 40000 --ranks 1000 --svg many.svg --json many.json");
     let svg = std::fs::read_to_string(folder.path("many.svg")).unwrap();
-    assert!(svg.len() < 1_000_000 && svg.contains("not drawn for more than 256 ranks"));
+    assert!(svg.len() < 1_000_000 && svg.contains("not drawn for more than 128 ranks"));
     assert!(svg.contains("1 of 4 ranks") && !svg.contains("NaN"));
     let json = std::fs::read_to_string(folder.path("many.json")).unwrap();
     let many: Value = serde_json::from_str(&json).unwrap();

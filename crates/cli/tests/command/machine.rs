@@ -130,7 +130,9 @@ fn plan_predicts_the_strategies_of_documents() {
         times.push(time(&strategies[0]));
         // the choice is the one with the least time, and has the figures of its line
         let auto = plan(&folder, &format!("{flags} --strategy auto"));
-        let least = strategies.iter().min_by(|a, b| time(a).total_cmp(&time(b))).unwrap();
+        let least = strategies.iter().map(time).fold(f64::INFINITY, f64::min);
+        let near = |of: &&Value| time(of) <= 1.01 * least;
+        let least = strategies.iter().find(near).unwrap();
         assert_eq!(auto["strategy"], least["name"]);
         for field in ["bytes_sent_total", "work_max_over_mean", "redundancy"] {
             assert_eq!(auto[field], least[field], "{field}");
@@ -162,7 +164,7 @@ fn plan_predicts_the_time_of_every_strategy() {
         let all = planned["strategies"].as_array().unwrap();
         let time = |of: &Value| of["time_predicted"].as_f64().unwrap();
         let chosen = all.iter().find(|of| of["name"] == want).unwrap();
-        assert!(all.iter().all(|of| time(chosen) <= time(of)), "{all:?}");
+        assert!(all.iter().all(|of| time(chosen) <= 1.01 * time(of)), "{all:?}");
         for (of, before) in all.iter().zip(without["strategies"].as_array().unwrap()) {
             assert!(time(of) > of["exposed_predicted"].as_f64().unwrap(), "{of}");
             let number = |field: &str| of[field].as_u64().unwrap();

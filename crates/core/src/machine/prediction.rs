@@ -59,6 +59,10 @@ fn product_flops(spec: &Spec) -> f64 {
     (spec.dims.head_dim + spec.dims.value_dim) as f64
 }
 
+/// Times that count as equal to the least: a ring, which is the first, is not left for a difference
+/// that no measurement finds.
+const NEAR: f64 = 1.01;
+
 impl Prediction {
     /// Predicts the time of a strategy. `options` are those with which `traffic` was computed.
     /// Calls `tick` between steps of a long computation.
@@ -144,8 +148,8 @@ fn ring_seconds(phases: &[Loads<'_>], rank: usize, compute: f64, own: usize, ahe
 
 impl Machine {
     /// Predicts every strategy of `all`, and returns the index of the one with the least time whose
-    /// buffers fit the memory of a rank; of ties the first. If the buffers of none fit, it is the
-    /// one with the least memory.
+    /// buffers fit the memory of a rank; of times within 1 % the first. If the buffers of none fit,
+    /// it is the one with the least memory.
     ///
     /// # Errors
     /// As [`Prediction::of`]; [`Error::InvalidArgument`] if there is no strategy.
@@ -159,7 +163,8 @@ impl Machine {
         let predict = |traffic| Prediction::of(traffic, spec, options, self, tick);
         let predictions = all.iter().map(predict).collect::<Result<Vec<_>>>()?;
         let fitting = predictions.iter().enumerate().filter(|(_, prediction)| prediction.fits);
-        let fastest = fitting.min_by(|(_, a), (_, b)| a.seconds.total_cmp(&b.seconds));
+        let least = fitting.clone().map(|(_, of)| of.seconds).fold(f64::INFINITY, f64::min);
+        let fastest = fitting.clone().find(|(_, of)| of.seconds <= least * NEAR);
         let smallest = || (0..all.len()).min_by_key(|&index| all[index].memory_max_rank);
         let chosen = fastest.map(|(index, _)| index).or_else(smallest);
         let chosen = chosen.ok_or_else(|| Error::invalid("ranks", 0, "at least 1"))?;

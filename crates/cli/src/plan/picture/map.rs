@@ -2,66 +2,118 @@
 
 use std::ops::Range;
 
-use annulus_core::{Mask, Spec, mask::Key, mask::Query};
+use annulus_core::{Mask, Runs, Spec, index, mask::Key, mask::Query};
 
-use super::{
-    axis::{Axis, Cell},
-    colour,
-    svg::{Anchor, Area, Svg, at},
-};
+use super::svg::{Anchor, Area, Svg, area, at, colour, colour_of_place};
 use crate::plan::rings::Rings;
+
+/// Approximate number of cells of an axis: about 6 pixels each.
+const CELLS: usize = 96;
+/// The most runs of rows with a cell each: more would be narrower than 4 pixels, and make more than
+/// 16 384 tiles. Of more runs, evenly spaced ones are drawn.
+const MOST_RUNS: usize = 128;
+
+/// Axis of the map.
+#[derive(Debug)]
+struct Axis {
+    /// Cells in order.
+    cells: Vec<Cell>,
+    /// True if rows are in the order of the sequence; else they are grouped by owner.
+    in_sequence: bool,
+    /// Number of cells that each drawn cell represents.
+    stride: usize,
+}
+
+/// Neighbouring rows of one owner.
+#[derive(Debug, Clone)]
+struct Cell {
+    /// Index of their owner: a group of queries, or a place of keys.
+    owner: usize,
+    /// Row numbers at which visibility is evaluated.
+    samples: Vec<i64>,
+    /// Range of row numbers that it spans.
+    rows: Range<i64>,
+}
+
+/// The most sampled rows of a cell.
+const SAMPLES: u64 = 4;
+
+impl Axis {
+    /// Divides the rows of all owners. If rows alternate between owners and are too many for a cell
+    /// each, they are grouped by owner.
+    fn new(rows: &[Runs], len: usize) -> Self {
+        let runs = || {
+            rows.iter()
+                .enumerate()
+                .flat_map(|(owner, rows)| rows.runs().iter().map(move |run| (owner, *run)))
+        };
+        let neighbours = runs().all(|(_, run)| run.step == 1 || run.count <= 1);
+        let in_sequence = neighbours || len <= CELLS;
+        // cells per run, for about CELLS together
+        let share = if len <= CELLS { usize::MAX } else { CELLS.div_ceil(runs().count().max(1)) };
+        let mut cells = Vec::new();
+        for (owner, run) in runs() {
+            let parts = share.min(index(run.count)) as u64;
+            for part in 0..parts {
+                let edge = |part: u64| {
+                    index((u128::from(run.count) * u128::from(part) / u128::from(parts)) as u64)
+                        as u64
+                };
+                let first = edge(part);
+                let end = edge(part + 1);
+                let samples = SAMPLES.min(end - first);
+                // the middles of equal parts
+                let sample =
+                    |index: u64| run.at(first + ((end - first) * (2 * index + 1)) / (2 * samples));
+                cells.push(Cell {
+                    owner,
+                    samples: (0..samples).map(sample).collect(),
+                    rows: run.at(first)..run.at(end - 1) + 1,
+                });
+            }
+        }
+        if in_sequence {
+            cells.sort_by_key(|cell| cell.rows.start);
+        }
+        let drawn_runs = runs().filter(|(_, run)| run.count > 0).count();
+        let stride =
+            if len > CELLS && drawn_runs > MOST_RUNS { drawn_runs.div_ceil(MOST_RUNS) } else { 1 };
+        Self { cells: cells.into_iter().step_by(stride).collect(), in_sequence, stride }
+    }
+}
 
 /// Width of the strips that show the owners of rows.
 const STRIP: f64 = 16.0;
 
 /// Draws the map into `area`, including the strips and the labels of the axes.
-pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, rings: &Rings) {
+pub(super) fn draw(svg: &mut Svg, room: Area, spec: &Spec, rings: &Rings) {
     let queries = Axis::new(&rings.queries, spec.dims.q_len);
     let keys = Axis::new(&rings.keys, spec.dims.kv_len);
     let margin = 20.0 + STRIP;
-    let plot = Area {
-        x: area.x + margin,
-        y: area.y + margin,
-        width: area.width - margin,
-        height: area.height - margin,
-    };
-    svg.text(
-        at(plot.x + plot.width / 2.0, area.y + 11.0),
-        13.0,
-        Anchor::Middle,
-        "#333",
-        &format!("keys, {} →", order_of(&keys)),
-    );
-    svg.upward(
-        at(area.x + 11.0, plot.y + plot.height / 2.0),
-        13.0,
-        "#333",
-        &format!("← queries, {}", order_of(&queries)),
-    );
+    let plot = area(room.x + margin, room.y + margin, room.width - margin, room.height - margin);
+    let middle = at(plot.x + plot.width / 2.0, plot.y + plot.height / 2.0);
+    let above = at(middle.x, room.y + 11.0);
+    let keys_in_words = format!("keys, {} →", order_of(&keys));
+    svg.text(above, 13.0, Anchor::Middle, "#333", &keys_in_words);
+    let queries_in_words = format!("← queries, {}", order_of(&queries));
+    svg.upward(at(room.x + 11.0, middle.y), 13.0, "#333", &queries_in_words);
     svg.rect(plot, "#f1f1f1", 1.0);
     let places = rings.places();
     let of_place =
-        |place| Owner { ranks: rings.ranks_of_place(place), fill: colour::of_place(place, places) };
+        |place| Owner { ranks: rings.ranks_of_place(place), fill: colour_of_place(place, places) };
     let above = Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot };
     strip(svg, &keys, above, true, &of_place);
     let of_group = |group| {
         let ranks = rings.ranks_of_group(group);
-        Owner { fill: colour::of_place(rings.place(ranks.start), places), ranks }
+        Owner { fill: colour_of_place(rings.place(ranks.start), places), ranks }
     };
     let left = Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot };
     strip(svg, &queries, left, false, &of_group);
     if queries.cells.is_empty() || keys.cells.is_empty() {
-        svg.text(
-            at(plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
-            13.0,
-            Anchor::Middle,
-            "#333",
-            "no rows",
-        );
+        svg.text(middle, 13.0, Anchor::Middle, "#333", "no rows");
         return;
     }
     draw_tiles(svg, plot, [&queries, &keys], spec, rings);
-    svg.frame(plot, "#999");
 }
 
 /// Describes the order of rows on an axis.
@@ -96,15 +148,12 @@ fn draw_tiles(svg: &mut Svg, plot: Area, [queries, keys]: [&Axis; 2], spec: &Spe
             }
             if share > 0 {
                 let (place, step) = rings.computed(cell.owner, owner);
-                let tile = Area {
-                    x: plot.x + first as f64 * width,
-                    y: plot.y + row as f64 * height,
-                    width: (end - first) as f64 * width,
-                    height,
-                };
+                let left = plot.x + first as f64 * width;
+                let tile =
+                    area(left, plot.y + row as f64 * height, (end - first) as f64 * width, height);
                 // from 0.4 on, so that a tile with few visible pairs still has a colour
                 let opacity = 0.4 + 0.6 * f64::from(share) / f64::from(SHADES);
-                svg.rect(tile, &colour::of(place, rings.places(), step, steps), opacity);
+                svg.rect(tile, &colour(place, rings.places(), step, steps), opacity);
             }
         }
     }

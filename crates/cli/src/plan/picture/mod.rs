@@ -1,18 +1,15 @@
 //! Picture of a plan as SVG: tile map, work of each rank, predicted bytes, exchanges, step timeline
 //! and legend.
 
-mod axis;
-mod colour;
 mod map;
 mod svg;
 mod timeline;
-mod work;
 
 use annulus_core::Spec;
 
 use super::{frame::Frame, rings::Rings};
-use crate::report::count;
-use svg::{Anchor, Area, Point, Svg, at};
+use crate::report::{bytes, count};
+use svg::{Anchor, Area, Point, Svg, area, at, colour, colour_of_place};
 
 /// Margin of the picture, in pixels like all lengths here.
 const MARGIN: f64 = 32.0;
@@ -20,9 +17,10 @@ const MARGIN: f64 = 32.0;
 const WIDTH: f64 = 1240.0;
 /// Side of the tile map.
 const MAP: f64 = 560.0;
-
 /// Height of the exchanges of a grid, between map and timeline.
 const EXCHANGES: f64 = 90.0;
+/// The least distance of text lines: of lower bars only some have a text.
+const READABLE: f64 = 15.0;
 
 /// Draws the plan of `spec`.
 pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
@@ -34,134 +32,131 @@ pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
     svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &frame.subtitle);
 
     let top = 92.0;
-    map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, rings);
+    map::draw(&mut svg, area(MARGIN, top, MAP, MAP), spec, rings);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
     facts(&mut svg, at(right, top), spec, frame);
-    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, rings);
-    let bars = Area { x: right, y: top + 222.0, width, height: MAP - 222.0 };
-    work::draw(&mut svg, bars, rings, frame);
+    legend(&mut svg, at(right, top + 112.0), rings);
+    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, frame);
 
     let mut below = top + MAP + 36.0;
+    let width = WIDTH - 2.0 * MARGIN;
     if !frame.passes.is_empty() {
-        exchanges(
-            &mut svg,
-            Area { x: MARGIN, y: below, width: WIDTH - 2.0 * MARGIN, height: EXCHANGES },
-            frame,
-            rings.parts,
-        );
+        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), frame, rings.parts);
         below += EXCHANGES;
     }
-    timeline::draw(
-        &mut svg,
-        Area {
-            x: MARGIN,
-            y: below,
-            width: WIDTH - 2.0 * MARGIN,
-            height: timeline::height(rings.places()),
-        },
-        rings,
-    );
-    svg.finish(WIDTH, below + timeline::height(rings.places()) + MARGIN, title)
+    let height = timeline::height(rings.places());
+    timeline::draw(&mut svg, area(MARGIN, below, width, height), rings);
+    svg.finish(WIDTH, below + height + MARGIN, title)
 }
 
 /// Draws the predicted bytes and the work as text.
 fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
     svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
-    let backward = frame.backward.map(|backward| ("backward", backward.in_words()));
-    let lines = [Some(("forward", frame.forward.in_words())), backward].into_iter().flatten();
-    let lines = lines.chain([
-        (
-            "work",
-            format!("{} visible pairs, all heads and batch rows", count(frame.pairs_total as f64)),
-        ),
-        (
-            "tensors",
-            format!(
-                "batch {}, {} query heads, {} KV heads, dim {}, {}",
-                dims.batch,
-                dims.q_heads,
-                dims.kv_heads,
-                dims.head_dim,
-                spec.dtype.name()
-            ),
-        ),
-    ]);
-    for (line, (name, words)) in lines.enumerate() {
+    let pairs = count(frame.pairs_total as f64);
+    let mut lines = vec![("forward", frame.forward.in_words())];
+    lines.extend(frame.backward.map(|backward| ("backward", backward.in_words())));
+    lines.push(("work", format!("{pairs} visible pairs, all heads and batch rows")));
+    let tensors = format!(
+        "batch {}, {} query heads, {} KV heads, dim {}, {}",
+        dims.batch,
+        dims.q_heads,
+        dims.kv_heads,
+        dims.head_dim,
+        spec.dtype.name()
+    );
+    lines.push(("tensors", tensors));
+    for (line, (name, words)) in lines.iter().enumerate() {
         let y = y + 36.0 + 19.0 * line as f64;
-        svg.text(at(x, y), 12.0, Anchor::Start, "#555", name);
-        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", &words);
+        svg.note(at(x, y), name);
+        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+    }
+}
+
+/// Draws the legend of the colours: at most 8 evenly spaced ranks and steps.
+fn legend(svg: &mut Svg, Point { x, y }: Point, rings: &Rings) {
+    let (places, steps) = (rings.places(), rings.busy_steps);
+    svg.heading(at(x, y + 14.0), 15.0, "Colours");
+    let of_places = |place| (rings.rank(place), colour_of_place(place, places));
+    let of_steps = |step| (step, colour(0, places, step, steps));
+    type Swatch<'a> = &'a dyn Fn(usize) -> (usize, String);
+    let lines: [(&str, usize, Swatch<'_>); 2] =
+        [("hue: computing rank", places, &of_places), ("lightness: ring step", steps, &of_steps)];
+    for (line, (name, all, of)) in lines.into_iter().enumerate() {
+        let y = y + 25.0 * (line + 1) as f64;
+        svg.note(at(x, y + 14.0), name);
+        let shown = all.min(8);
+        for index in 0..shown {
+            let (number, fill) = of(index * all.saturating_sub(1) / (shown - 1).max(1));
+            let left = x + 150.0 + 40.0 * index as f64;
+            svg.rect(area(left, y, 14.0, 18.0), &fill, 1.0);
+            svg.label(at(left + 17.0, y + 13.0), Anchor::Start, &number.to_string());
+        }
+    }
+    svg.note(at(x, y + 89.0), "paler: partial tile");
+    svg.rect(area(x + 150.0, y + 75.0, 36.0, 18.0), "#f1f1f1", 1.0);
+    svg.note(at(x + 196.0, y + 89.0), "empty tile: neither computed nor sent");
+}
+
+/// Draws a bar for the work and the bytes of each rank.
+fn work(svg: &mut Svg, room: Area, rings: &Rings, frame: &Frame) {
+    svg.heading(at(room.x, room.y + 14.0), 15.0, "Work of each rank");
+    let most = frame.work_max_over_mean;
+    let bars = &frame.bars;
+    let sampled = if bars.len() < frame.ranks {
+        format!("; 1 of {} ranks", frame.ranks.div_ceil(bars.len().max(1)))
+    } else {
+        String::new()
+    };
+    let subtitle =
+        format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass{sampled}");
+    svg.note(at(room.x, room.y + 33.0), &subtitle);
+    let (left, top) = (room.x + 46.0, room.y + 44.0);
+    let height = ((room.y + room.height - top) / bars.len() as f64).min(26.0);
+    let width = room.width - 206.0;
+    let gap = if height >= 8.0 { 2.0 } else { 0.4 };
+    let every = (READABLE / height).ceil().max(1.0) as usize;
+    for (line, rank) in bars.iter().enumerate() {
+        let y = top + line as f64 * height;
+        let bar = area(left, y + gap / 2.0, width, height - gap);
+        svg.rect(bar, "#f1f1f1", 1.0);
+        let share = if most > 0.0 { rank.work_over_mean / most } else { 0.0 };
+        let fill = colour_of_place(rings.place(rank.rank), rings.places());
+        svg.rect(Area { width: width * share, ..bar }, &fill, 1.0);
+        if line.is_multiple_of(every) {
+            let baseline = y + height / 2.0 + 4.0;
+            svg.label(at(left - 6.0, baseline), Anchor::End, &format!("rank {}", rank.rank));
+            let words = format!("{:.2} × mean, {}", rank.work_over_mean, bytes(rank.bytes_sent));
+            svg.label(at(left + width + 8.0, baseline), Anchor::Start, &words);
+        }
+    }
+    // the mean: the end of all bars if the work were balanced
+    if most > 0.0 {
+        let mean = area(left + width / most, top, 1.0, bars.len() as f64 * height);
+        svg.rect(mean, "#111", 1.0);
     }
 }
 
 /// Draws the parts of each pass of a grid: an exchange, the rings, and an exchange of results.
 /// `parts` are those of the heads.
-fn exchanges(svg: &mut Svg, area: Area, frame: &Frame, parts: usize) {
-    svg.heading(at(area.x, area.y), 15.0, "Exchanges around the rings");
+fn exchanges(svg: &mut Svg, room: Area, frame: &Frame, parts: usize) {
+    svg.heading(at(room.x, room.y), 15.0, "Exchanges around the rings");
     if parts > 1 {
         let note = format!(
             "map and steps: 1 of {parts} ranks, those with the first heads; the ranks after each \
              have the same rows"
         );
-        svg.text(at(area.x + 240.0, area.y), 12.0, Anchor::Start, "#555", &note);
+        svg.note(at(room.x + 240.0, room.y), &note);
     }
-    let width = area.width / 3.0;
+    let width = room.width / 3.0;
     for (pass, parts) in frame.passes.iter().enumerate() {
-        let y = area.y + 12.0 + 28.0 * pass as f64;
+        let y = room.y + 12.0 + 28.0 * pass as f64;
         for (index, words) in parts.iter().enumerate() {
             let fill = if index == 1 { "#e3e8f0" } else { "#f1f1f1" };
-            let x = area.x + width * index as f64;
-            svg.rect(Area { x, y, width: width - 6.0, height: 22.0 }, fill, 1.0);
+            let x = room.x + width * index as f64;
+            svg.rect(area(x, y, width - 6.0, 22.0), fill, 1.0);
             svg.text(at(x + 8.0, y + 15.0), 12.0, Anchor::Start, "#333", words);
         }
     }
-}
-
-/// Draws the legend of the colours.
-fn legend(svg: &mut Svg, area: Area, rings: &Rings) {
-    let places = rings.places();
-    let steps = rings.busy_steps;
-    svg.heading(at(area.x, area.y + 14.0), 15.0, "Colours");
-    let size = 22.0;
-    let names = 150.0;
-    let x = area.x + names;
-    let mut swatches = |y: f64,
-                        count: usize,
-                        name: &dyn Fn(usize) -> usize,
-                        colour: &dyn Fn(usize) -> (String, &'static str)| {
-        let shown = count.min(8);
-        for index in 0..shown {
-            // evenly spaced ones, if there are more than 8
-            let number = index * count.saturating_sub(1) / (shown - 1).max(1);
-            let swatch =
-                Area { x: x + index as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
-            let (fill, ink) = colour(number);
-            svg.rect(swatch, &fill, 1.0);
-            svg.text(
-                at(swatch.x + swatch.width / 2.0, swatch.y + 13.0),
-                11.0,
-                Anchor::Middle,
-                ink,
-                &name(number).to_string(),
-            );
-        }
-    };
-    swatches(area.y + 25.0, places, &|place| rings.rank(place), &|place| {
-        (colour::of_place(place, places), "#fff")
-    });
-    swatches(area.y + 50.0, steps, &|step| step, &|step| {
-        (colour::of(0, places, step, steps), colour::ink(step, steps))
-    });
-    svg.text(at(area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
-    svg.text(at(area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");
-    svg.text(at(area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler: partial tile");
-    svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
-    svg.text(
-        at(x + size + 24.0, area.y + 89.0),
-        12.0,
-        Anchor::Start,
-        "#333",
-        "empty tile: neither computed nor sent",
-    );
 }

@@ -1,4 +1,7 @@
-//! Writes rectangles, lines and text as SVG.
+//! Writes rectangles and text as SVG, and the colours of ranks and steps.
+//!
+//! The hue is that of the computing rank, of a grid that of all ranks which differ in their heads
+//! only ([`Rings`](crate::plan::rings::Rings)). The lightness is that of the ring step.
 
 use std::fmt::Write;
 
@@ -21,6 +24,11 @@ pub(super) struct Area {
     pub(super) height: f64,
 }
 
+/// Returns the rectangle with this left and top edge.
+pub(super) const fn area(x: f64, y: f64, width: f64, height: f64) -> Area {
+    Area { x, y, width, height }
+}
+
 /// Point, in pixels.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Point {
@@ -35,7 +43,7 @@ pub(super) const fn at(x: f64, y: f64) -> Point {
     Point { x, y }
 }
 
-/// Horizontal alignment of a text to its point.
+/// Horizontal alignment of a text to its point: the value of `text-anchor`.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Anchor {
     /// The text starts at the point.
@@ -49,42 +57,13 @@ pub(super) enum Anchor {
 impl Svg {
     /// Adds a filled rectangle.
     pub(super) fn rect(&mut self, area: Area, fill: &str, opacity: f64) {
-        let Area { x, y, width, height } = area;
-        let opacity = if opacity < 1.0 {
-            format!(" fill-opacity=\"{}\"", short(opacity))
-        } else {
-            String::new()
+        let [x, y, width, height] = [area.x, area.y, area.width, area.height].map(short);
+        let opacity = match opacity {
+            1.0 => String::new(),
+            _ => format!(" fill-opacity=\"{}\"", short(opacity)),
         };
         self.push(format_args!(
-            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{fill}\"{opacity}/>",
-            short(x),
-            short(y),
-            short(width),
-            short(height)
-        ));
-    }
-
-    /// Adds the outline of a rectangle.
-    pub(super) fn frame(&mut self, area: Area, stroke: &str) {
-        let Area { x, y, width, height } = area;
-        self.push(format_args!(
-            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" \
-             stroke=\"{stroke}\"/>",
-            short(x),
-            short(y),
-            short(width),
-            short(height)
-        ));
-    }
-
-    /// Adds a line.
-    pub(super) fn line(&mut self, from: Point, to: Point, stroke: &str) {
-        self.push(format_args!(
-            "<line x1=\"{}\" y1=\"{}\" x2=\"{}\" y2=\"{}\" stroke=\"{stroke}\"/>",
-            short(from.x),
-            short(from.y),
-            short(to.x),
-            short(to.y)
+            "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" fill=\"{fill}\"{opacity}/>"
         ));
     }
 
@@ -98,6 +77,16 @@ impl Svg {
         self.text_with(at, size, Anchor::Start, "#111", text, " font-weight=\"600\"");
     }
 
+    /// Adds a text that explains.
+    pub(super) fn note(&mut self, at: Point, text: &str) {
+        self.text(at, 12.0, Anchor::Start, "#555", text);
+    }
+
+    /// Adds a short dark text beside a bar or a box.
+    pub(super) fn label(&mut self, at: Point, anchor: Anchor, text: &str) {
+        self.text(at, 11.0, anchor, "#333", text);
+    }
+
     /// Adds a centred text that is rotated to read upwards.
     pub(super) fn upward(&mut self, at: Point, size: f64, fill: &str, text: &str) {
         let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.x), short(at.y));
@@ -106,8 +95,7 @@ impl Svg {
 
     /// Returns the document.
     pub(super) fn finish(self, width: f64, height: f64, title: &str) -> String {
-        let width = short(width);
-        let height = short(height);
+        let [width, height] = [width, height].map(short);
         let title = escape(title);
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
@@ -127,17 +115,15 @@ impl Svg {
         text: &str,
         more: &str,
     ) {
+        let [x, y, size] = [at.x, at.y, size].map(short);
         let anchor = match anchor {
             Anchor::Start => "",
             Anchor::Middle => " text-anchor=\"middle\"",
             Anchor::End => " text-anchor=\"end\"",
         };
+        let text = escape(text);
         self.push(format_args!(
-            "<text x=\"{}\" y=\"{}\" font-size=\"{}\"{anchor} fill=\"{fill}\"{more}>{}</text>",
-            short(at.x),
-            short(at.y),
-            short(size),
-            escape(text)
+            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\"{anchor} fill=\"{fill}\"{more}>{text}</text>"
         ));
     }
 
@@ -158,16 +144,41 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
+/// Lightness of the first and of the last step, in percent: dark enough for white text, and light
+/// enough to differ from the background.
+const LIGHTNESS: (f64, f64) = (38.0, 84.0);
+
+/// Returns the colour of `place` of `places` in step `step` of `steps`.
+pub(super) fn colour(place: usize, places: usize, step: usize, steps: usize) -> String {
+    let share = step as f64 / steps.saturating_sub(1).max(1) as f64;
+    shade(place, places, LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * share.min(1.0))
+}
+
+/// Returns the colour of a place without a step.
+pub(super) fn colour_of_place(place: usize, places: usize) -> String {
+    shade(place, places, 50.0)
+}
+
+/// Returns the hue of a place as a colour of CSS. The first is blue, which contrasts with white.
+fn shade(place: usize, places: usize, lightness: f64) -> String {
+    let turn = place as f64 / places.max(1) as f64;
+    let hue = (215.0 + 360.0 * turn) % 360.0;
+    format!("hsl({},62%,{}%)", short(hue), short(lightness))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short_and_text_is_escaped() {
+    fn numbers_are_short_text_is_escaped_and_colours_differ() {
         assert_eq!(
             [short(1.0), short(0.25), short(-0.1), short(100.0)],
             ["1", "0.25", "-0.1", "100"]
         );
         assert_eq!(escape("a<b & \"c\""), "a&lt;b &amp; &quot;c&quot;");
+        assert_eq!(colour(0, 4, 0, 4), "hsl(215,62%,38%)");
+        assert_ne!(colour(0, 4, 0, 4), colour(0, 4, 3, 4));
+        assert_ne!(colour(0, 4, 0, 4), colour(1, 4, 0, 4));
     }
 }
