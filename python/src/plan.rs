@@ -11,7 +11,8 @@ use annulus::{
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;
-use annulus_core::{Choice, Side};
+use annulus_core::Side;
+use annulus_plan::Choice;
 use pyo3::{prelude::*, types::PyDict};
 
 #[cfg(feature = "cuda")]

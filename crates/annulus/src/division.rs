@@ -7,9 +7,8 @@
 use std::{borrow::Cow, num::NonZeroUsize, sync::Arc};
 
 use annulus_comm::ring::RingOptions;
-use annulus_core::{
-    Batch, Choice, Dims, Error, Layout, Machine, Result, Route, Runs, Side, Spec, Strategy,
-};
+use annulus_core::{Batch, Dims, Error, Result, Runs, Side, Spec};
+use annulus_plan::{Choice, Layout, Machine, Route, Strategy};
 
 use crate::Attention;
 
@@ -210,7 +209,7 @@ impl Division {
     /// With 2 a rank whose neighbour is late by less than a step does not wait for it. Each step
     /// but the first takes the memory of one more block. On a direct route, more receives are
     /// posted ahead if blocks are so small that they fit into the same memory
-    /// ([`annulus_core::block_buffers`]). In a one-pass backward each of the first four steps also
+    /// ([`annulus_plan::block_buffers`]). In a one-pass backward each of the first four steps also
     /// takes two buffers of gradients: where they are computed, and where they arrive
     /// ([`Plan::buffer_bytes`](crate::Plan)). Messages and results are the same, bit for bit. Over
     /// NCCL a one-pass backward receives one step ahead.
@@ -433,7 +432,8 @@ fn with_ids_of_both_sides(batch: &Batch) -> Cow<'_, Batch> {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::{CustomLayout, LEAF_ROWS};
+    use annulus_core::LEAF_ROWS;
+    use annulus_plan::CustomLayout;
     use ndarray::Array2;
 
     use super::*;

@@ -16,9 +16,11 @@ use annulus_comm::{
     ring::{PassKind, Report, Ring, RingOptions, StepHook},
 };
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, HeadGrid, Host, HostTensors, HostView,
-    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Schedule, Space, Spec, Strategy,
-    StrategyTraffic, TrafficOptions, Transport, View, ViewMut, Work, Workspace,
+    Backend, BackwardInputs, Batch, Error, Gradients, Host, HostTensors, HostView, HostViewMut,
+    Inputs, Outputs, Result, Runs, Space, Spec, Transport, View, ViewMut, Workspace,
+};
+use annulus_plan::{
+    HeadGrid, Layout, Route, Schedule, Strategy, StrategyTraffic, TrafficOptions, Work,
 };
 
 use crate::Division;

@@ -59,14 +59,17 @@ mod tensors;
 pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
 pub use annulus_comm::{self as comm, Cancellation};
 pub use annulus_core::{
-    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, ComputeRate, CustomLayout,
-    DType, DenseMask, Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Link,
-    Machine, Mask, Precision, Prediction, Result, Route, Run, Runs, SinkShape, Spec, Strategy,
-    StrategyTraffic, TokenRate, TrafficOptions, mask,
+    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, DenseMask, Dims,
+    Dropout, Element, Error, Fingerprint, KeyIntervals, Mask, Precision, Result, Run, Runs,
+    SinkShape, Spec, mask,
 };
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]
 pub use annulus_cuda as cuda;
+pub use annulus_plan::{
+    ComputeRate, CustomLayout, Layout, Link, Machine, Prediction, Route, Strategy, StrategyTraffic,
+    TokenRate, TrafficOptions,
+};
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Batch, Dims, Element, Layout, Result, SinkShape};
+use annulus_core::{Batch, Dims, Element, Result, SinkShape};
+use annulus_plan::Layout;
 use ndarray::{ArrayView2, ArrayView4};
 
 use crate::{Attention, Division, Forward, LocalRing, Tensors};

@@ -8,9 +8,10 @@ use annulus_comm::{
 };
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, Host, HostTensors, HostView,
-    HostViewMut, Inputs, Layout, Outputs, ProcessOwned, Result, Route, Runs, Schedule, Space, Spec,
-    Strategy, Transport, View, ViewMut, Work, index, max_and_sum, memory,
+    HostViewMut, Inputs, Outputs, ProcessOwned, Result, Runs, Space, Spec, Transport, View,
+    ViewMut, index, max_and_sum, memory,
 };
+use annulus_plan::{Layout, Route, Schedule, Strategy, Work};
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{

@@ -101,7 +101,7 @@ fn rows_of(spec: &Spec, document: Option<usize>) -> Arc<Rows> {
     let ids = document
         .map(|len| Array2::from_shape_fn((1, spec.dims.q_len), |(_, row)| (row / len) as i32));
     let batch = Batch { q_segment_ids: ids.clone(), kv_segment_ids: ids, ..Batch::default() };
-    let shard = annulus_core::Layout::Contiguous.local_shard(
+    let shard = annulus_plan::Layout::Contiguous.local_shard(
         &spec.dims,
         spec.alignment,
         Side::Q,

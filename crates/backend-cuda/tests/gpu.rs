@@ -15,11 +15,12 @@ use annulus_conformance::{
     Case, Judge, RankSetup, RingSubject, Setting, Subject,
     suite::{self, Poison, Scale, Verdict},
 };
-use annulus_core::{DType, Error, Inputs, Layout, Outputs, Result};
+use annulus_core::{DType, Error, Inputs, Outputs, Result};
 use annulus_cuda::{
     Cuda, Level, Variant,
     device::{Architecture, CudaCopier, CudaSpace, CudaTensor},
 };
+use annulus_plan::Layout;
 use half::bf16;
 
 use common::{CudaMemory, DEADLINE, OnMultiplesOfEight};

@@ -28,7 +28,8 @@ mod distributions;
 use std::{collections::HashMap, time::Instant};
 
 use annulus::{Attention, Dims, Error, Layout, Result};
-use annulus_core::{Choice, NeedsIndex, RingShards, RingTraffic, Side, Work};
+use annulus_core::Side;
+use annulus_plan::{Choice, NeedsIndex, RingShards, RingTraffic, Work};
 use rustix::time::{ClockId, clock_gettime};
 
 use distributions::{distributions, packed};

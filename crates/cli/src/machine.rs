@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use annulus_core::{Machine, Result};
+use annulus_core::Result;
+use annulus_plan::Machine;
 
 use crate::{file::read_text, message};
 

@@ -169,7 +169,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
 mod tests {
     use std::sync::Arc;
 
-    use annulus_core::{CustomLayout, Layout};
+    use annulus_plan::{CustomLayout, Layout};
 
     use super::*;
 

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use annulus_core::{
-    Batch, DenseMask, Layout, Result, RingShards, RowSet, Rows, Shard, Side, Spec, Visibility, Work,
-};
+use annulus_core::{Batch, DenseMask, Result, RowSet, Rows, Shard, Side, Spec, Visibility};
+use annulus_plan::{Layout, RingShards, Work};
 
 /// Counts the visible pairs of the whole problem under its mask and the ids of the batch, all heads
 /// and batch rows. `batch` has all rows.

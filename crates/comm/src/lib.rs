@@ -58,3 +58,4 @@ pub use trace::{Trace, TraceLog};
 /// The crate whose types [`forward_control`] and [`forward_transport`] name.
 #[doc(hidden)]
 pub use annulus_core as core;
+pub use annulus_plan as plan;

@@ -6,8 +6,9 @@ use std::{marker::PhantomData, num::NonZeroUsize};
 use annulus::{Ring, RingOptions, comm::threads::each_rank};
 use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
-    Spec, Strategy, Transport, View, index,
+    Spec, Transport, View, index,
 };
+use annulus_plan::Strategy;
 use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 

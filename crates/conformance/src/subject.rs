@@ -2,7 +2,8 @@
 //! rank of it.
 
 use annulus::{Division, LocalRing, Plan, Runtime, Setup};
-use annulus_core::{DType, Dims, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
+use annulus_core::{DType, Dims, Error, LEAF_ROWS, Result};
+use annulus_plan::{Layout, Route, Strategy};
 use annulus_test_cases::facade::{attention, compute, compute_rank};
 
 use crate::{Answer, Case, ring_subject::assemble};

@@ -57,7 +57,7 @@ impl Batch {
 
     /// Returns true if each rank has a part of the batch: ids or positions. Packed lengths are
     /// whole on every rank.
-    pub(crate) const fn differs_between_ranks(&self) -> bool {
+    pub const fn differs_between_ranks(&self) -> bool {
         self.q_segment_ids.is_some()
             || self.kv_segment_ids.is_some()
             || self.q_positions.is_some()
@@ -206,7 +206,7 @@ impl Batch {
     }
 
     /// As [`Batch::select`], without the dense mask.
-    pub(crate) fn select_coordinates(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
+    pub fn select_coordinates(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
         fn select_rows<T: Copy + bytemuck::Zeroable>(
             name: &str,
             array: &Option<Array2<T>>,

@@ -58,7 +58,7 @@ impl Runs {
     }
 
     /// Creates the empty list, with memory for some runs.
-    pub(crate) fn with_capacity(runs: usize) -> Self {
+    pub fn with_capacity(runs: usize) -> Self {
         Self { runs: Vec::with_capacity(runs), len: 0 }
     }
 
@@ -104,7 +104,7 @@ impl Runs {
     /// …                                                …
     /// s + n − 1, s + n − 1 + p, …                      (a single run if n = p)
     /// ```
-    pub(crate) fn in_blocks(&self) -> Option<Self> {
+    pub fn in_blocks(&self) -> Option<Self> {
         let Run { start, step: period, count: blocks } = *self.runs.first()?;
         let width = self.runs.len() as u64;
         if width < 2 || period < 2 || width > period.unsigned_abs() {

@@ -6,7 +6,8 @@
 
 use std::{fs, path::Path};
 
-use annulus_core::{ComputeRate, DType, Error, Link, Machine, Result, TokenRate};
+use annulus_core::{DType, Error, Result};
+use annulus_plan::{ComputeRate, Link, Machine, TokenRate};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Backend, DType, Dims, Dropout, DropoutMask, Layout, Precision, Spec, mask};
+use annulus_core::{Backend, DType, Dims, Dropout, DropoutMask, Precision, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
+use annulus_plan::Layout;
 use ndarray::{Array2, Array4, ArrayView2, Zip, s};
 
 use crate::support::{Case, Outcome, Random};

@@ -4,10 +4,11 @@ use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
     Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, HostBuffer, HostView, Inputs, Layout, Outputs, Passes, RowSet, Rows, SinkShape,
-    Spec, Workspace,
+    Gradients, HostBuffer, HostView, Inputs, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
+    Workspace,
 };
 use annulus_cpu::Cpu;
+use annulus_plan::Layout;
 use ndarray::{Array4, s};
 
 use crate::{

@@ -2,8 +2,9 @@
 
 use std::process::Command;
 
-use annulus_core::{Backend, DType, Dims, Layout, Spec};
+use annulus_core::{Backend, DType, Dims, Spec};
 use annulus_cpu::{Cpu, Isa};
+use annulus_plan::Layout;
 
 use crate::{
     ranks::Rank,

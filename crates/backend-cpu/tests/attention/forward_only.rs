@@ -5,10 +5,11 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, Block, DType, Dims, Dropout, Element, ForwardPass, HostBuffer, Layout, Outputs,
-    Passes, RowSet, SinkShape, Spec, Workspace, mask,
+    Backend, Block, DType, Dims, Dropout, Element, ForwardPass, HostBuffer, Outputs, Passes,
+    RowSet, SinkShape, Spec, Workspace, mask,
 };
 use annulus_cpu::{Cpu, Isa};
+use annulus_plan::Layout;
 use half::bf16;
 use ndarray::{Array2, Array4, s};
 

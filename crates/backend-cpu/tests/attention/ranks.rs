@@ -4,10 +4,11 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
-    Gradients, HostBuffer, HostView, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard,
-    Reduction, Result, RowSet, Rows, Side, Workspace,
+    Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Reduction,
+    Result, RowSet, Rows, Side, Workspace,
 };
 use annulus_cpu::Cpu;
+use annulus_plan::Layout;
 use ndarray::{Array2, Array3, Array4, Axis};
 
 use crate::support::{Case, Outcome};

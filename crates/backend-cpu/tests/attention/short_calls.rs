@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, HostBuffer, HostView, Layout, Outputs, Passes, Spec, Workspace, mask,
+    Gradients, HostBuffer, HostView, Outputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
+use annulus_plan::Layout;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
 use crate::{

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use annulus_core::{BackwardMode, BiasOrder, DType, Dims, Layout, Spec, mask};
+use annulus_core::{BackwardMode, BiasOrder, DType, Dims, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
+use annulus_plan::Layout;
 
 use crate::support::{Case, Outcome, Random};
 

@@ -16,7 +16,7 @@ use std::{
 use annulus::{Attention, Dims, Ring, Setup};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Layout, Outputs, Result, Spec};
+use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
@@ -25,6 +25,7 @@ use annulus_cuda::{
     },
 };
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 
 use crate::{
     common::{DEADLINE, staged},

@@ -9,7 +9,7 @@ use std::{
 };
 
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{DType, Dims, Error, Layout, Result, Spec};
+use annulus_core::{DType, Dims, Error, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
@@ -21,6 +21,7 @@ use annulus_cuda::{
     },
 };
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 
 use crate::{
     common::staged,

@@ -9,8 +9,9 @@ use annulus_conformance::{
     Case, FacadeOn, Judge, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, HostViews, Layout};
+use annulus_core::{DType, HostViews};
 use annulus_cuda::device::{CudaCopier, CudaSpace};
+use annulus_plan::Layout;
 
 use crate::{
     common::{hosted, wide},

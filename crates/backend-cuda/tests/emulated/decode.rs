@@ -17,11 +17,11 @@ use annulus_conformance::{
     },
 };
 use annulus_core::{
-    Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, Layout, OnHost, Result, SinkShape,
-    Spec,
+    Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, OnHost, Result, SinkShape, Spec,
 };
 use annulus_cuda::Cuda;
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 use ndarray::s;
 
 use crate::{

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use annulus::{Attention, Backward, Dims, Element, LocalRing, Plan, Result, Tensors};
 use annulus_comm::Staged;
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{Alibi, BackwardMode, DType, Dropout, HostViews, Layout, Spec};
+use annulus_core::{Alibi, BackwardMode, DType, Dropout, HostViews, Spec};
 use annulus_cuda::device::{CudaCopier, CudaSpace};
+use annulus_plan::Layout;
 use half::{bf16, f16};
 use ndarray::{Array4, s};
 

@@ -15,7 +15,7 @@ use annulus_comm::{
 };
 use annulus_conformance::{Case, FacadeOn, Judge, RankSetup, RingSubject, Setting, Subject, suite};
 use annulus_core::{
-    Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
+    Channel, DType, Dims, Error, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
 use annulus_cuda::{
     Cuda,
@@ -25,6 +25,7 @@ use annulus_cuda::{
     },
 };
 use annulus_cuda_emulator::{self as emulator, nccl_symbols};
+use annulus_plan::Layout;
 
 use ndarray::Array4;
 

@@ -7,12 +7,13 @@ use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{Backend, Batch, DType, DenseMask, Dims, Dropout, Error, Layout, Spec};
+use annulus_core::{Backend, Batch, DType, DenseMask, Dims, Dropout, Error, Spec};
 use annulus_cuda::{
     Cuda, Level,
     device::{Compiler, Stream, TensorMap},
 };
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 use ndarray::s;
 
 use crate::{

@@ -7,14 +7,13 @@ use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{
     Case, Draw, Judge, Masks, RankSetup, RingSubject, Setting, Subject, TensorMemory, suite,
 };
-use annulus_core::{
-    Alibi, BackwardMode, BiasOrder, DType, Dims, Dropout, Error, Layout, Result, Spec,
-};
+use annulus_core::{Alibi, BackwardMode, BiasOrder, DType, Dims, Dropout, Error, Result, Spec};
 use annulus_cuda::{
     Cuda, Variant,
     device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut},
 };
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 use ndarray::{Array4, ArrayView4, s};
 
 use crate::{

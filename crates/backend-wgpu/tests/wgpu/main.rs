@@ -37,7 +37,8 @@ use annulus_conformance::{
     suite::{self, Poison, Scale},
     wgpu::WgpuRing,
 };
-use annulus_core::{DType, Inputs, Layout, Outputs, Result};
+use annulus_core::{DType, Inputs, Outputs, Result};
+use annulus_plan::Layout;
 use annulus_wgpu::{
     Adapter, Copier, Gpu, Level, Options, QueryTileSize, RegisterTile, Stopwatch, Tensor, Wgpu,
     WgpuSpace, wgpu::Features,

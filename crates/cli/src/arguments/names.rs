@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use annulus_core::{Dims, Error, HeadGrid, Strategy};
+use annulus_core::{Dims, Error};
+use annulus_plan::{HeadGrid, Strategy};
 
 use super::option_flags::FLAGS;
 use crate::{

@@ -3,9 +3,8 @@
 use std::{str::FromStr, time::Duration};
 
 use annulus::{Attention, Division, comm::deadline};
-use annulus_core::{
-    Batch, Choice, DType, Dims, Layout, Placement, Result as LibraryResult, Spec, Strategy,
-};
+use annulus_core::{Batch, DType, Dims, Placement, Result as LibraryResult, Spec};
+use annulus_plan::{Choice, Layout, Strategy};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 

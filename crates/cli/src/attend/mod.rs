@@ -10,7 +10,8 @@ mod summary;
 use std::path::{Path, PathBuf};
 
 use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
-use annulus_core::{Batch, DType, Machine, SinkShape, Strategy};
+use annulus_core::{Batch, DType, SinkShape};
+use annulus_plan::{Machine, Strategy};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 

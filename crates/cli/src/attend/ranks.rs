@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use annulus::{Backward, Forward, Plan, Report, comm::trace::TraceLog};
-use annulus_core::{Batch, Element, Result, Strategy};
+use annulus_core::{Batch, Element, Result};
+use annulus_plan::Strategy;
 
 use super::{output::Given, summary::AttendFigures};
 use crate::{

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use annulus::{Attention, Backward, Division, Forward, Plan, Runtime, Setup, Tensors};
-use annulus_core::{Batch, DType, Dims, Element, Machine, Result, Runs, Strategy, index};
+use annulus_core::{Batch, DType, Dims, Element, Result, Runs, index};
+use annulus_plan::{Machine, Strategy};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 

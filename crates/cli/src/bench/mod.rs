@@ -6,7 +6,8 @@ mod clock;
 use std::path::Path;
 
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Fingerprint, Machine};
+use annulus_core::{DType, Fingerprint};
+use annulus_plan::Machine;
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 

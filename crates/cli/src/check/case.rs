@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use annulus::{Division, LocalRing, Plan, Runtime, Setup};
-use annulus_core::{DType, Error, HeadGrid, Result, Strategy};
+use annulus_core::{DType, Error, Result};
+use annulus_plan::{HeadGrid, Strategy};
 use annulus_test_cases::{Answer, Case, Expected, WrongArray, facade, golden::Index};
 use ndarray::Dimension;
 

@@ -10,7 +10,8 @@ use std::{
 };
 
 use annulus_comm::threads::each_rank;
-use annulus_core::{DType, Error, Result, Strategy};
+use annulus_core::{DType, Error, Result};
+use annulus_plan::Strategy;
 use annulus_test_cases::golden::Index;
 use clap::{Args, ValueEnum};
 

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use annulus_comm::{Deadline, all_gather};
 use annulus_core::{
-    Channel, Control, Error, Host, HostBuffer, Incoming, Link, MessageHeader, Outgoing, Placement,
+    Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Placement,
     Result, Transport,
 };
+use annulus_plan::Link;
 
 use super::median;
 

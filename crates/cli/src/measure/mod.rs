@@ -10,7 +10,8 @@ use std::{
 };
 
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Error, Fingerprint, Link, Machine, TokenRate};
+use annulus_core::{DType, Error, Fingerprint};
+use annulus_plan::{Link, Machine, TokenRate};
 use clap::Args;
 use half::{bf16, f16};
 

@@ -8,7 +8,8 @@ use std::{
 
 use annulus::{Attention, CacheShape, Plan, Runtime, Tensors};
 use annulus_comm::threads::ring;
-use annulus_core::{ComputeRate, Dims, Element, Error, Result, TokenRate};
+use annulus_core::{Dims, Element, Error, Result};
+use annulus_plan::{ComputeRate, TokenRate};
 use ndarray::Array4;
 
 use super::median;

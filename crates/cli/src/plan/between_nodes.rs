@@ -1,6 +1,7 @@
 //! Bytes that a ring sends from one node to another.
 
-use annulus_core::{Group, RowLayout, Schedule};
+use annulus_core::RowLayout;
+use annulus_plan::{Group, Schedule};
 use serde::Serialize;
 
 use super::leaves::QueryPass;

@@ -1,6 +1,7 @@
 //! `annulus plan --decode`: a token of a KV cache that is sharded over ranks.
 
-use annulus_core::{CacheShards, Machine, Result, Spec, TokenTraffic};
+use annulus_core::{Result, Spec};
+use annulus_plan::{CacheShards, Machine, TokenTraffic};
 use serde::Serialize;
 
 use super::strategies::seconds;

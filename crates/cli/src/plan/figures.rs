@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use annulus_core::{
-    Error, NeedsIndex, Result, RingShards, RingTraffic, Route, RowLayout, Shard, Spec,
-    StrategyTraffic, Traffic, Work,
-};
+use annulus_core::{Error, Result, RowLayout, Shard, Spec};
+use annulus_plan::{NeedsIndex, RingShards, RingTraffic, Route, StrategyTraffic, Traffic, Work};
 use serde::Serialize;
 
 use super::{
@@ -67,7 +65,7 @@ pub(super) struct Figures {
     /// Partial results of leaves, of a reproducible order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) leaves: Option<LeafFigures>,
-    /// True if [`Schedule::check`](annulus_core::Schedule::check) has proven the messages right,
+    /// True if [`Schedule::check`](annulus_plan::Schedule::check) has proven the messages right,
     /// for a grid [`StrategyTraffic::check`] those of all ranks: up to [`MOST_DETAILED_RANKS`].
     pub(super) schedule_checked: bool,
     /// The mask in words.

@@ -1,6 +1,7 @@
 //! Words and figures of a whole plan that a picture shows beside its rings.
 
-use annulus_core::{Spec, StrategyTraffic};
+use annulus_core::Spec;
+use annulus_plan::StrategyTraffic;
 
 use super::{
     division::{division_in_words, passes_in_words},

@@ -1,10 +1,8 @@
 //! The reproducible order: its backward pass, in which queries are sent, and the partial results of
 //! leaves that wait to be merged.
 
-use annulus_core::{
-    Backend, LeafMerges, NeedsIndex, RankLeaves, RankSchedule, Result, RingShards, RingTraffic,
-    Route, Spec, Traffic, leaves_of,
-};
+use annulus_core::{Backend, LeafMerges, RankLeaves, Result, Spec, leaves_of};
+use annulus_plan::{NeedsIndex, RankSchedule, RingShards, RingTraffic, Route, Traffic};
 use serde::Serialize;
 
 use crate::report::{bytes, counted};

@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 
 use annulus::Attention;
 use annulus_comm::kv_cache::KvCache;
-use annulus_core::{
-    Batch, CacheShards, Choice, Dims, Error, Layout, Machine, Placement, RingTraffic, Route, Spec,
-    Strategy, StrategyTraffic,
-};
+use annulus_core::{Batch, Dims, Error, Placement, Spec};
 use annulus_cpu::Cpu;
+use annulus_plan::{
+    CacheShards, Choice, Layout, Machine, RingTraffic, Route, Strategy, StrategyTraffic,
+};
 use clap::Args;
 
 use crate::{

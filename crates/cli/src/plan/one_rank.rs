@@ -1,6 +1,7 @@
 //! The program of one rank of a ring of more ranks than messages are summed over.
 
-use annulus_core::{NeedsIndex, Result, RingShards, Spec};
+use annulus_core::{Result, Spec};
+use annulus_plan::{NeedsIndex, RingShards};
 use serde::Serialize;
 
 use super::{

@@ -1,6 +1,7 @@
 //! Program of one rank: its ring steps, with the messages that it sends in them.
 
-use annulus_core::{Message, NeedsIndex, RankSchedule, Route, Spec};
+use annulus_core::Spec;
+use annulus_plan::{Message, NeedsIndex, RankSchedule, Route};
 use serde::Serialize;
 
 use super::leaves::QueryPass;

@@ -2,7 +2,8 @@
 
 use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
-use annulus_core::{RingShards, Shard, Side, Spec, StrategyTraffic, Work};
+use annulus_core::{Shard, Side, Spec};
+use annulus_plan::{RingShards, StrategyTraffic, Work};
 use serde::Serialize;
 
 use super::limits::MOST_STEPPED_RANKS;

@@ -8,9 +8,8 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{
-    Batch, NeedsIndex, Result, RingShards, Route, Runs, Shard, Side, Spec, StrategyTraffic,
-};
+use annulus_core::{Batch, Result, Runs, Shard, Side, Spec};
+use annulus_plan::{NeedsIndex, RingShards, Route, StrategyTraffic};
 
 use super::{
     figures::Figures,

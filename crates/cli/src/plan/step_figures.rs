@@ -1,8 +1,7 @@
 //! Figures of each ring step: owners of blocks, visible pairs and messages of the ranks.
 
-use annulus_core::{
-    Error, NeedsIndex, Result, RingShards, Route, Schedule, Spec, Step, WorkMatrix,
-};
+use annulus_core::{Error, Result, Spec};
+use annulus_plan::{NeedsIndex, RingShards, Route, Schedule, Step, WorkMatrix};
 use serde::Serialize;
 
 use super::{limits::MOST_DETAILED_RANKS, program::Send};

@@ -1,8 +1,9 @@
 //! Figures of every strategy that ranks and heads admit.
 
-use annulus_core::{
-    Backend, Batch, ExchangeFields, HeadField, HeadGrid, Layout, Machine, Placement, Prediction,
-    Result, Route, Side, Spec, Strategy, StrategyBalance, StrategyTraffic, TrafficOptions,
+use annulus_core::{Backend, Batch, Placement, Result, Side, Spec};
+use annulus_plan::{
+    ExchangeFields, HeadField, HeadGrid, Layout, Machine, Prediction, Route, Strategy,
+    StrategyBalance, StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 

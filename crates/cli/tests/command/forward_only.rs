@@ -1,7 +1,7 @@
 //! `plan --forward-only`: figures and choice of forward passes.
 
 use annulus::{Attention, DType, Dims};
-use annulus_core::{StrategyTraffic, TrafficOptions};
+use annulus_plan::{StrategyTraffic, TrafficOptions};
 use serde_json::{Value, json};
 
 use crate::support::Folder;

@@ -15,9 +15,9 @@
 use std::ops::Range;
 
 use annulus_core::{
-    Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, Host, HostBuffer,
-    MessageBalance, MessageHeader, Result, RowSegment, Side, Spec,
+    Channel, Error, Host, HostBuffer, MessageBalance, MessageHeader, Result, RowSegment, Side, Spec,
 };
+use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid};
 
 use crate::ring::{in_flight::InFlight, program::MessageGroup};
 

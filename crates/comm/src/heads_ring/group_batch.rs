@@ -3,7 +3,8 @@
 //! A message has, of each array that is given, the own rows, of keys only for members of the own
 //! column; of a dense mask with heads, those of the receiver's heads.
 
-use annulus_core::{Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, index, memory};
+use annulus_core::{Batch, DenseMask, Result, RowSegment, Side, index, memory};
+use annulus_plan::{HeadAxis, HeadGrid};
 use ndarray::Array2;
 
 use super::exchange::{HeadExchange, side_index};

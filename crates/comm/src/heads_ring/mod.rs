@@ -64,10 +64,10 @@ use std::{
 };
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, ExchangeFields, Gradients,
-    GroupLayout, HeadField, HeadGrid, Host, HostTensors, HostView, HostViewMut, Inputs, Layout,
-    Outputs, Result, Route, Runs, Side, Space, Spec, Strategy, Transport,
+    AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, Gradients, Host, HostTensors,
+    HostView, HostViewMut, Inputs, Outputs, Result, Runs, Side, Space, Spec, Transport,
 };
+use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Route, Strategy};
 
 use self::{
     exchange::HeadExchange,

@@ -6,9 +6,10 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Error, Gradients, HeadAxis, HeadField, HostTensors, HostView,
-    HostViewMut, Inputs, Outputs, Result, RowSegment,
+    Backend, BackwardInputs, Error, Gradients, HostTensors, HostView, HostViewMut, Inputs, Outputs,
+    Result, RowSegment,
 };
+use annulus_plan::{HeadAxis, HeadField};
 
 use super::{
     HeadsRing,
@@ -37,7 +38,7 @@ pub(super) const fn later_tags(kind: PassKind) -> [u64; 2] {
 /// Tensors of one exchange.
 #[derive(Clone, Copy)]
 enum ExchangedTensors {
-    /// Those of [`ExchangeFields`](annulus_core::ExchangeFields).
+    /// Those of [`ExchangeFields`](annulus_plan::ExchangeFields).
     All,
     /// The rounding residual of out: after the ring of a forward pass, before that of a backward
     /// pass.

@@ -13,9 +13,10 @@
 use std::{fmt, time::Instant};
 
 use annulus_core::{
-    Backend, Batch, Capabilities, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid,
-    HostTensors, MessageBalance, Placement, Result, Spec, Strategy, index, memory,
+    Backend, Batch, Capabilities, Error, HostTensors, MessageBalance, Placement, Result, Spec,
+    index, memory,
 };
+use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Strategy};
 
 use super::{
     HeadsRing,

@@ -2,9 +2,9 @@
 //! and column, allocated with the plan.
 
 use annulus_core::{
-    DType, Dims, HeadAxis, HeadField, Host, HostBuffer, HostView, HostViewMut, Result, Side, Space,
-    Spec, index,
+    DType, Dims, Host, HostBuffer, HostView, HostViewMut, Result, Side, Space, Spec, index,
 };
+use annulus_plan::{HeadAxis, HeadField};
 
 use super::{
     column_merge::ColumnTensors,

@@ -9,8 +9,9 @@ use std::{ops::Range, time::Duration};
 
 use annulus_core::{
     Backend, Block, Capabilities, Dims, Error, Host, HostTensors, HostView, Result, RowLayout,
-    RowSegment, RowSet, Rows, Runs, Shard, Space, Spec, Strategy, Transport, index, memory,
+    RowSegment, RowSet, Rows, Runs, Shard, Space, Spec, Transport, index, memory,
 };
+use annulus_plan::Strategy;
 
 use super::{KvCache, page_set::Pages, page_tree};
 use crate::{

@@ -15,7 +15,8 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{NeedsIndex, RingShards, RowSet, Run, Runs, Shard, Spec};
+use annulus_core::{RowSet, Run, Runs, Shard, Spec};
+use annulus_plan::{NeedsIndex, RingShards};
 
 /// Pages of all ranks that any of some queries may attend to.
 #[derive(Debug, PartialEq, Eq)]

@@ -130,9 +130,10 @@ pub(super) fn slice(ranges: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>>
 #[cfg(test)]
 mod tests {
     use annulus_core::{
-        Alignment, Dims, Layout, NeedsIndex, Order, RankSchedule, RingShards, Route,
+        Alignment, Dims, Order,
         mask::{Causal, Everything, Mask},
     };
+    use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route};
 
     use super::*;
     use crate::ring::program::{RankProgram, RecordSizes};

@@ -25,7 +25,7 @@
 //! A transport that runs groups in order ([`Transport::runs_groups_in_order`]) gets each group
 //! whole, once both conditions hold, and on every route in step t only groups before t + ahead.
 //!
-//! [`block_buffers`]: annulus_core::block_buffers
+//! [`block_buffers`]: annulus_plan::block_buffers
 //! [`Transport::runs_groups_in_order`]: annulus_core::Transport::runs_groups_in_order
 
 use std::{collections::VecDeque, sync::Arc};

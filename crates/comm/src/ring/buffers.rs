@@ -23,9 +23,9 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, BackwardMode, Channel, Error, GRADIENT_BUFFERS, LeafSums, Result, RowSet, Rows, Shard,
-    Space, block_buffers, gradient_buffers,
+    Backend, BackwardMode, Channel, Error, LeafSums, Result, RowSet, Rows, Shard, Space,
 };
+use annulus_plan::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 
 use super::{
     block_parts::MAX_PARTS,
@@ -379,7 +379,8 @@ impl BlockRows {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::{Alignment, Batch, Dims, Layout, Side};
+    use annulus_core::{Alignment, Batch, Dims, Side};
+    use annulus_plan::Layout;
 
     use super::*;
 

@@ -5,9 +5,10 @@
 use std::fmt::{self, Debug, Display, Write};
 
 use annulus_core::{
-    Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, Fingerprint, Machine, Placement,
-    Result, Spec, Strategy,
+    Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, Fingerprint, Placement, Result,
+    Spec,
 };
+use annulus_plan::{Machine, Strategy};
 
 use super::{Ring, RingOptions, program};
 use crate::agreement::Descriptor;

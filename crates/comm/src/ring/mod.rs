@@ -43,9 +43,10 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
-    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, View, ViewMut, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Order, Outputs, RankShard, Result,
+    Runs, Space, Spec, Transport, View, ViewMut,
 };
+use annulus_plan::{Layout, Machine, Route, Schedule, Work};
 
 pub use crate::calls::Report;
 use crate::{
@@ -96,10 +97,10 @@ pub struct RingOptions {
     pub kv_block_size: Option<u64>,
     /// Ring steps by which the receive of a block is posted ahead of the step that computes on it,
     /// and by which the block may be forwarded ahead. Each step but the first takes one more buffer
-    /// for a block and, up to [`GRADIENT_BUFFERS`](annulus_core::GRADIENT_BUFFERS), two for its
+    /// for a block and, up to [`GRADIENT_BUFFERS`](annulus_plan::GRADIENT_BUFFERS), two for its
     /// gradients in a one-pass backward. On routes that keep the local block
-    /// ([`Route::keeps_local`](annulus_core::Route)), more receives are posted ahead if they fit
-    /// into the same memory ([`block_buffers`](annulus_core::block_buffers)).
+    /// ([`Route::keeps_local`](annulus_plan::Route)), more receives are posted ahead if they fit
+    /// into the same memory ([`block_buffers`](annulus_plan::block_buffers)).
     /// Default: 1, whatever the layout; [`Layout::receive_ahead`] is what `Attention` asks for.
     pub receive_ahead: Option<NonZeroUsize>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.

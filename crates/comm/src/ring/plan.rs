@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, NeedsIndex, Order,
-    RankLeaves, RankSchedule, RankShard, Result, RingShards, Route, RowLayout, RowSet, Rows,
-    Schedule, Shard, Space, Spec, leaves_of,
+    AgreedLengths, Backend, BackwardMode, DenseMask, Error, LeafMerges, Order, RankLeaves,
+    RankShard, Result, RowLayout, RowSet, Rows, Shard, Space, Spec, leaves_of,
 };
+use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule};
 
 use super::{
     Ring,

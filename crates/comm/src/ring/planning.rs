@@ -22,10 +22,10 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardMode, Batch, Capabilities, Choice, DenseMask, Error, MessageBalance, Order,
-    Passes, Placement, RankShard, Result, RingShards, Route, Side, Space, Spec, Strategy,
-    Transport, Workspace, memory,
+    Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, MessageBalance, Order, Passes,
+    Placement, RankShard, Result, Side, Space, Spec, Transport, Workspace, memory,
 };
+use annulus_plan::{Choice, RingShards, Route, Strategy};
 
 use super::{
     Ring, RingOptions,

@@ -3,9 +3,8 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{
-    Channel, Group, Message, MessageBalance, MessageHeader, Order, RankSchedule, RowSet,
-};
+use annulus_core::{Channel, MessageBalance, MessageHeader, Order, RowSet};
+use annulus_plan::{Group, Message, RankSchedule};
 
 use super::{
     block_parts::{self, SplitSize},

@@ -12,7 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Dims, RingShards, Spec, WorkMatrix};
+use annulus_core::{Dims, Spec};
+use annulus_plan::{RingShards, WorkMatrix};
 
 use super::plan::{Agreed, RingPlan};
 

@@ -9,7 +9,8 @@
 //! Without the tail no rank would compute while the last gradients are transferred. Each rank
 //! splits its own rows when a plan is created; no message depends on it.
 
-use annulus_core::{Group, Message, RankSchedule, Rows, Spec, mask::Query};
+use annulus_core::{Rows, Spec, mask::Query};
+use annulus_plan::{Group, Message, RankSchedule};
 
 use super::block_parts::SplitSize;
 
@@ -79,9 +80,8 @@ fn share_of_work(spec: &Spec, queries: &Rows, keys: &Rows, share: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::{
-        Alignment, DType, Dims, Host, Layout, Order, RingShards, Route, mask::Causal,
-    };
+    use annulus_core::{Alignment, DType, Dims, Host, Order, mask::Causal};
+    use annulus_plan::{Layout, RingShards, Route};
 
     use super::*;
     use crate::ring::plan::{Agreed, RingPlan};

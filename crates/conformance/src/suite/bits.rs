@@ -4,9 +4,9 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape,
-    Spec, index,
+    BackwardMode, Batch, DType, DenseMask, Dims, Run, Runs, SinkShape, Spec, index,
 };
+use annulus_plan::{CustomLayout, Layout, Route};
 use ndarray::{Array, Axis, Dimension, RemoveAxis, s};
 
 use super::{LAYOUTS, Verdict, ensure, judge, matrix::routes, numeric::large_constants, run};

@@ -11,10 +11,11 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Error,
-    HeadGrid, Layout, Mask, Route, Runs, SinkShape, Spec, Strategy, index,
+    Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, Error, Mask, Runs,
+    SinkShape, Spec, index,
     mask::{Causal, Dense, PerHead, Predicate, Window, or},
 };
+use annulus_plan::{CustomLayout, HeadGrid, Layout, Route, Strategy};
 use ndarray::Array2;
 
 use super::{

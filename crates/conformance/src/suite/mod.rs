@@ -22,7 +22,7 @@ pub use numeric::{numeric_rules, numeric_rules_on};
 pub use out_residual::out_residual;
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 
-use annulus_core::Layout;
+use annulus_plan::Layout;
 
 use crate::{Answer, Case, Judge, Setting, Subject};
 

@@ -22,9 +22,9 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Alibi, Alignment, BackwardMode, BiasOrder, CustomLayout, DType, Dims, Dropout, Layout, Route,
-    Runs, SinkShape, Spec,
+    Alibi, Alignment, BackwardMode, BiasOrder, DType, Dims, Dropout, Runs, SinkShape, Spec,
 };
+use annulus_plan::{CustomLayout, Layout, Route};
 
 use super::{LAYOUTS, Verdict, examine, judge, matrix};
 use crate::{Case, Draw, Setting, Subject};

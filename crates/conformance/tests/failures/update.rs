@@ -18,11 +18,11 @@ use annulus::{
 };
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, answer, narrow};
 use annulus_core::{
-    Backend, BackwardMode, Batch, DType, Dims, Error, Fingerprint, Host, KeyIntervals, Layout,
-    Mask, Route, Spec, Strategy,
+    Backend, BackwardMode, Batch, DType, Dims, Error, Fingerprint, Host, KeyIntervals, Mask, Spec,
     mask::{Key, Query},
 };
 use annulus_cpu::Cpu;
+use annulus_plan::{Layout, Route, Strategy};
 use ndarray::{Array2, Array4};
 
 use super::refusing::{Act, Choking, Refusing, Script};

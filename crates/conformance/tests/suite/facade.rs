@@ -6,7 +6,8 @@ use annulus_conformance::{
     Answer, Facade, Setting, Subject, golden,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, Layout};
+use annulus_core::DType;
+use annulus_plan::Layout;
 
 #[test]
 fn a_sample_of_everything_holds_through_the_facade() {

@@ -3,10 +3,8 @@
 
 use annulus::{Attention, Division, LocalRing, PassKind, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
-use annulus_core::{
-    BackwardMode, Batch, Choice, DType, Dims, Error, HeadGrid, Layout, Placement, Route, SinkShape,
-    Spec, Strategy, StrategyTraffic, TrafficOptions,
-};
+use annulus_core::{BackwardMode, Batch, DType, Dims, Error, Placement, SinkShape, Spec};
+use annulus_plan::{Choice, HeadGrid, Layout, Route, Strategy, StrategyTraffic, TrafficOptions};
 use ndarray::{Array4, Axis};
 
 const DIMS: Dims =

@@ -14,7 +14,8 @@ use annulus_conformance::{
     subjects::{mock, mock_staged, pairwise},
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, HostViews, Layout, OnHost, Result};
+use annulus_core::{DType, HostViews, OnHost, Result};
+use annulus_plan::Layout;
 
 #[test]
 fn random_cases_hold_on_the_mock_device() {

@@ -9,10 +9,9 @@ use annulus_conformance::{
     subjects::{cpu, mock, mock_staged},
     suite,
 };
-use annulus_core::{
-    Backend, Capabilities, DType, Dims, Element, Error, Host, LEAF_ROWS, Layout, Result, Strategy,
-};
+use annulus_core::{Backend, Capabilities, DType, Dims, Element, Error, Host, LEAF_ROWS, Result};
 use annulus_cpu::Cpu;
+use annulus_plan::{Layout, Strategy};
 use half::{bf16, f16};
 use ndarray::{Array4, s};
 

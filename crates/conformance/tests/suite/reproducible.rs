@@ -11,9 +11,10 @@ use annulus_conformance::{
     suite,
 };
 use annulus_core::{
-    Alibi, Capabilities, CustomLayout, DType, Dropout, LEAF_ROWS, LeafMerges, RankLeaves,
-    RankShard, Result, Runs, SinkShape, Spec, Strategy,
+    Alibi, Capabilities, DType, Dropout, LEAF_ROWS, LeafMerges, RankLeaves, RankShard, Result,
+    Runs, SinkShape, Spec,
 };
+use annulus_plan::{CustomLayout, Strategy};
 use proptest::prelude::*;
 
 #[test]

@@ -10,8 +10,9 @@ use annulus_conformance::{
     Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RankSetup, RingSubject, Setting,
     Subject, subjects, suite,
 };
-use annulus_core::{DType, Dims, Error, Layout, Placement, Result, Route, Spec, Strategy};
+use annulus_core::{DType, Dims, Error, Placement, Result, Spec};
 use annulus_cpu::Cpu;
+use annulus_plan::{Layout, Route, Strategy};
 use ndarray::Array4;
 
 const DIMS: Dims =

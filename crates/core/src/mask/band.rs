@@ -69,7 +69,7 @@ impl Band {
     }
 
     /// Returns the keys of the query at `position`; an empty range if there are none.
-    pub(crate) fn at(&self, position: i64) -> Range<i64> {
+    pub fn at(&self, position: i64) -> Range<i64> {
         let i = i128::from(position);
         let first = self.first.map(|first| i + first);
         let chunk = self.chunk.map(|size| i.div_euclid(size.into()) * i128::from(size));
@@ -93,12 +93,12 @@ impl Band {
     }
 
     /// Returns true if every query attends to at least one position.
-    pub(crate) fn is_never_empty(&self) -> bool {
+    pub fn is_never_empty(&self) -> bool {
         self.reaches(0, 1, self.chunk)
     }
 
     /// Returns the maximum number of intervals of [`Band::cover`].
-    pub(crate) fn most_intervals(&self, run: &Run) -> u64 {
+    pub fn most_intervals(&self, run: &Run) -> u64 {
         let step = i128::from(run.step);
         if run.count < 2 || step == 0 || self.reaches(step, 0, self.chunk) {
             return run.count.min(1);
@@ -116,7 +116,7 @@ impl Band {
     /// Calls `found` with intervals whose union is that of the keys of all queries at the positions
     /// `run`, an ascending run: one interval if each query's touches the next, else one per chunk
     /// or per query.
-    pub(crate) fn cover(&self, run: &Run, mut found: impl FnMut(Range<i64>)) {
+    pub fn cover(&self, run: &Run, mut found: impl FnMut(Range<i64>)) {
         let step = i128::from(run.step);
         if run.count < 2 || step == 0 || self.reaches(step, 0, self.chunk) {
             return self.cover_touching(run, &mut found);
@@ -175,7 +175,7 @@ impl Band {
 
     /// Returns true if [`Band::count_pairs`] has a result, for any queries and keys: if the terms
     /// exclude queries without keys, and hi(i) is not the least of two terms.
-    pub(crate) fn has_closed_form(&self) -> bool {
+    pub fn has_closed_form(&self) -> bool {
         let has_two_ends = self.end.is_some() && self.effective_prefix().is_some();
         self.reaches(0, 0, self.chunk) && !has_two_ends
     }
@@ -184,7 +184,7 @@ impl Band {
     /// an ascending run. `None` if the terms do not exclude queries without keys, or if hi(i) is
     /// the least of two terms.
     #[inline]
-    pub(crate) fn count_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
+    pub fn count_pairs(&self, run: &Run, keys: &Range<i64>) -> Option<u128> {
         self.count_few_pairs(run, keys).or_else(|| self.count_any_pairs(run, keys))
     }
 

@@ -65,7 +65,7 @@ impl Shard {
     }
 
     /// True if positions or segment ids differ between batch rows.
-    pub(crate) const fn differs_between_batch_rows(&self) -> bool {
+    pub const fn differs_between_batch_rows(&self) -> bool {
         self.positions.len() > 1 || self.segments.len() > 1
     }
 

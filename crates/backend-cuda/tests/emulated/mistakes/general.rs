@@ -3,8 +3,9 @@
 use std::{ops::Range, time::Duration};
 
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{DType, Dims, Layout, Spec};
+use annulus_core::{DType, Dims, Spec};
 use annulus_cuda_emulator as emulator;
+use annulus_plan::Layout;
 
 use super::{Check, DEADLOCK, Mistake, Of, Planted, Table, edit, mistake};
 use crate::{

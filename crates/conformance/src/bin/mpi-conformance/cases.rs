@@ -17,7 +17,8 @@ use annulus_conformance::{
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{CustomLayout, Host, Layout, Placement, Route, Runs, Transport};
+use annulus_core::{Host, Placement, Runs, Transport};
+use annulus_plan::{CustomLayout, Layout, Route};
 use ndarray::{ArrayViewMutD, s};
 
 use crate::harness::{Harness, Verdict, ensure};

@@ -1,0 +1,37 @@
+//! The division of attention among ranks: layouts, schedules, strategies and their predicted time.
+//!
+//! `annulus-core` has the mathematics of one rank; this crate has everything that depends on their
+//! number. It contains no device code, no thread and no network: a plan is data. An order to read
+//! it in:
+//!
+//! | concept | items | files |
+//! |---|---|---|
+//! | rows of a rank | [`Layout`], [`RingShards`] | `layout.rs`, `ring_shards.rs` |
+//! | messages of the ring | [`Needs`], [`Schedule`] | `needs/`, `schedule/`, `block_buffers.rs` |
+//! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
+//! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
+#![forbid(unsafe_code)]
+
+mod block_buffers;
+mod layout;
+mod machine;
+mod needs;
+mod ring_shards;
+mod schedule;
+mod strategy;
+
+pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
+pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS};
+pub use machine::{
+    CacheShards, ComputeRate, Link, Machine, Prediction, TokenPrediction, TokenRate, TokenTraffic,
+};
+pub use needs::{Needs, NeedsIndex};
+pub use ring_shards::RingShards;
+pub use schedule::{
+    Choice, Group, Message, RankSchedule, RingTraffic, Route, Schedule, Step, Traffic, Transfer,
+    Violation, Work, WorkMatrix,
+};
+pub use strategy::{
+    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,
+    StrategyBalance, StrategyTraffic, TrafficOptions,
+};

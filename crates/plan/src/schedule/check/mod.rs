@@ -1,0 +1,137 @@
+//! The checker of schedules. It proves, without running a schedule, that all messages are
+//! delivered, that every rank has the rows it needs, and that every gradient contribution reaches
+//! its owner once.
+//!
+//! The checker shares no code with the builder except [`Route`], which defines the owner of every
+//! rank's block in every step.
+//!
+//! [`Route`]: super::Route
+
+mod gradients;
+mod order;
+
+use super::{Schedule, Step, violation::Transfer, violation::Violation};
+use crate::Needs;
+use annulus_core::{Channel, RowSet};
+
+impl Schedule {
+    /// Proves that the schedule computes the attention that `needs` describes:
+    ///
+    /// * Every rank receives every row that it needs exactly once.
+    /// * Every message has a send and a receive, and is delivered even by a transport with
+    ///   synchronous sends and without tags.
+    /// * A rank sends only rows that it has and that some rank needs.
+    /// * With `gradients`: the owner of a row receives the contribution of each rank that needs the
+    ///   row exactly once.
+    ///
+    /// # Errors
+    /// The first [`Violation`] found.
+    pub fn check(&self, needs: &Needs, gradients: bool) -> Result<(), Violation> {
+        self.check_shape(needs)?;
+        self.check_messages(needs, gradients)?;
+        order::check(self)?;
+        for rank in 0..self.steps.len() {
+            self.check_blocks(needs, rank)?;
+        }
+        if gradients {
+            for owner in 0..self.steps.len() {
+                gradients::check(self, needs, owner)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_shape(&self, needs: &Needs) -> Result<(), Violation> {
+        let ranks = needs.held.len();
+        if self.steps.len() != ranks {
+            return Err(Violation::Ranks { schedule: self.steps.len(), needs: ranks });
+        }
+        for (rank, steps) in self.steps.iter().enumerate() {
+            if steps.len() != ranks {
+                return Err(Violation::Steps { rank, steps: steps.len(), ranks });
+            }
+            for (step, &Step { owner, .. }) in steps.iter().enumerate() {
+                let want = self.route.owner(rank, step, ranks);
+                if owner != want {
+                    return Err(Violation::Owner { rank, step, owner, want });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that each message is well formed and in a group for its channel.
+    fn check_messages(&self, needs: &Needs, gradients: bool) -> Result<(), Violation> {
+        for end in self.messages() {
+            let message = end.message;
+            let held = needs.held.get(message.owner).copied().unwrap_or(0);
+            let no_such_rows = message.rows.ranges().last().is_none_or(|last| last.end > held);
+            if message.peer == end.rank || message.peer >= self.steps.len() || no_such_rows {
+                return Err(Violation::Malformed(end.transfer()));
+            }
+            let is_block = message.channel == Channel::Kv;
+            if end.before_tiles != is_block || !(gradients || end.before_tiles) {
+                return Err(Violation::Group(end.transfer()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the blocks of one rank: each step computes on the rows that have arrived for it,
+    /// every needed row arrives, and the rank sends only rows that it has and receives only rows
+    /// that are needed.
+    fn check_blocks(&self, needs: &Needs, rank: usize) -> Result<(), Violation> {
+        let steps = &self.steps[rank];
+        let no_rows = RowSet::new();
+        let mut attended = vec![&no_rows; steps.len()];
+        for (t, step) in steps.iter().enumerate() {
+            let mut arrived = if t == 0 { RowSet::all(needs.held[rank]) } else { RowSet::new() };
+            for message in t.checked_sub(1).into_iter().flat_map(|t| &steps[t].before.receives) {
+                let transfer = || Transfer::received(rank, t - 1, message);
+                if message.owner != step.owner || !message.rows.intersection(&arrived).is_empty() {
+                    return Err(Violation::Misdelivered(transfer()));
+                }
+                let forwarded = step.before.sends.iter().filter(|sent| sent.owner == message.owner);
+                let used = forwarded.fold(needs.of(rank, message.owner).clone(), |used, sent| {
+                    used.union(&sent.rows)
+                });
+                if !used.contains_all(&message.rows) {
+                    return Err(Violation::Needless(transfer()));
+                }
+                arrived = arrived.union(&message.rows);
+            }
+            if step.rows != arrived {
+                return Err(Violation::Present {
+                    rank,
+                    step: t,
+                    attended: step.rows.clone(),
+                    arrived,
+                });
+            }
+            attended[step.owner] = &step.rows;
+            for message in &step.before.sends {
+                let own = RowSet::all(needs.held[rank]);
+                let held = [(rank, &own), (step.owner, &step.rows)]
+                    .into_iter()
+                    .find(|&(owner, _)| owner == message.owner);
+                if !held.map_or(&no_rows, |(_, rows)| rows).contains_all(&message.rows) {
+                    return Err(Violation::NotHeld(Transfer::sent(rank, t, message)));
+                }
+            }
+        }
+        if let Some(message) = steps.last().and_then(|step| step.before.receives.first()) {
+            return Err(Violation::Misdelivered(Transfer::received(
+                rank,
+                steps.len() - 1,
+                message,
+            )));
+        }
+        for (owner, attended) in attended.iter().enumerate() {
+            let missing = needs.of(rank, owner).difference(attended);
+            if !missing.is_empty() {
+                return Err(Violation::Missing { user: rank, owner, missing });
+            }
+        }
+        Ok(())
+    }
+}

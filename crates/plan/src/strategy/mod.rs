@@ -1,0 +1,186 @@
+//! Strategies: the division of one attention among ranks.
+//!
+//! ```text
+//! ring          each rank has all heads of its query shard; KV shards circulate over all ranks
+//! heads × ring  groups of h ranks; in a group, an all-to-all exchanges sequence shards for heads:
+//!               each rank has 1/h of the heads of its group's rows, and the KV shards of these
+//!               heads circulate over the ranks / h groups
+//! grid          h × a × b ranks: h parts of the heads, a query parts, b key columns; in a group of
+//!               h·b ranks queries are all-gathered, the KV shards of a column circulate over its a
+//!               ranks, and the partial results of the b columns are merged (reduce-scatter)
+//! ```
+//! With h = ranks nothing circulates: all-to-all attention over heads. One key column is heads ×
+//! ring. Elements that a rank receives in a forward pass, in units of rows · head dim, for full
+//! attention:
+//!
+//! ```text
+//! 2·(query heads / h)·(1/a − 1/ranks) + 2·(KV heads / h)·(1/b − 1/ranks)
+//! ```
+//!
+//! # Source
+//! Jacobs et al. 2023, DeepSpeed Ulysses (h = ranks); Fang, Zhao 2024, USP: A Unified Sequence
+//! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
+//! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
+
+mod balance;
+mod check;
+mod choice;
+mod exchange;
+mod group_layout;
+mod head_grid;
+mod memory;
+mod published;
+mod traffic;
+
+use std::{fmt, str::FromStr};
+
+pub use balance::StrategyBalance;
+pub(crate) use balance::work_of_ranks;
+pub use check::GridViolation;
+pub(crate) use exchange::backward_mode;
+pub use exchange::{ExchangeFields, HeadAxis, HeadField};
+pub use group_layout::GroupLayout;
+pub use head_grid::HeadGrid;
+pub(crate) use traffic::PassMessage;
+pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
+
+use annulus_core::{Error, Result};
+
+/// Division of one attention among ranks.
+///
+/// # Examples
+/// ```
+/// use annulus_plan::Strategy;
+/// let strategy: Strategy = "heads:4".parse()?;
+/// assert_eq!(strategy, Strategy::HeadsRing { heads: 4 });
+/// assert_eq!(strategy.to_string(), "heads:4");
+/// # Ok::<(), annulus_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Strategy {
+    /// KV shards circulate over all ranks.
+    #[default]
+    Ring,
+    /// All-to-all over heads in groups of ranks, and a ring over the groups. One rank per group is
+    /// the ring; as many as there are ranks is all-to-all over heads alone.
+    HeadsRing {
+        /// Ranks of a group, which divide the heads: a divisor of the number of ranks and of the
+        /// query heads, and a divisor or a multiple of the KV heads.
+        heads: usize,
+    },
+    /// Queries × keys: each rank computes the partial results of one query part over one column of
+    /// the keys, of a part of the heads. One part of the keys is [`Strategy::HeadsRing`]. As many
+    /// parts of heads, queries and keys together as there are ranks.
+    Grid {
+        /// Parts of the heads: as [`Strategy::HeadsRing`] divides them.
+        heads: usize,
+        /// Query parts, over which KV shards circulate.
+        queries: usize,
+        /// Key columns, whose partial results are merged.
+        keys: usize,
+    },
+    /// All-gather of keys and values: the ring on the direct route, with all blocks in memory
+    /// (`published.rs`).
+    AllGather,
+    /// All-to-all over heads among all ranks: [`Strategy::HeadsRing`] with one group.
+    AllToAll,
+    /// The ring on [`Route::OncePerNode`](crate::Route::OncePerNode): a block crosses once between
+    /// two nodes.
+    OncePerNode {
+        /// Ranks of a node; 0: as many as each node of the transport has.
+        node_ranks: usize,
+    },
+    /// Queries travel, and partial results return: [`Strategy::Grid`] with one query part.
+    PassQ,
+    /// The ring, [`Strategy::HeadsRing`] or [`Strategy::Grid`] with the least predicted time on a
+    /// machine ([`Machine::choose`]) or, without one, that sends the fewest bytes; in a forward
+    /// and, if the plan has one, a backward pass. On a machine also [`Strategy::AllGather`] and
+    /// [`Strategy::OncePerNode`]. Ties are broken in favour of fewer key columns, then of fewer
+    /// parts of the heads.
+    ///
+    /// The predicted time is that of the busiest rank. Bytes do not count its work: for documents,
+    /// a grid is not chosen by its bytes if its busiest rank has more than 1.02 times the mean of
+    /// the visible pairs, and more than that of the ring.
+    ///
+    /// [`Machine::choose`]: crate::Machine::choose
+    Auto,
+}
+
+impl Strategy {
+    /// Names that [`Strategy::from_str`] reads, for messages.
+    pub const EXPECTED: &str = "ring, heads:H, grid:QxK, grid:HxQxK, once-per-node:N with numbers \
+        from 1, once-per-node, all-gather, all-to-all, pass-q, or auto";
+
+    /// Returns the parts of the heads, 1 for the ring; `None` if they depend on the ranks or on a
+    /// choice.
+    pub const fn heads(self) -> Option<usize> {
+        match self {
+            Self::Ring | Self::AllGather | Self::OncePerNode { .. } | Self::PassQ => Some(1),
+            Self::HeadsRing { heads } | Self::Grid { heads, .. } => Some(heads),
+            Self::AllToAll | Self::Auto => None,
+        }
+    }
+
+    /// Returns the strategy with groups of `heads` ranks.
+    pub const fn of_heads(heads: usize) -> Self {
+        if heads == 1 { Self::Ring } else { Self::HeadsRing { heads } }
+    }
+}
+
+impl fmt::Display for Strategy {
+    /// Writes the name on the command line: `ring`, `heads:4`, `grid:2x4` (queries × keys),
+    /// `grid:2x4x8` (heads × queries × keys), `all-gather`, `all-to-all`, `once-per-node`,
+    /// `once-per-node:8` (ranks of a node), `pass-q`, `auto`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ring => f.write_str("ring"),
+            Self::HeadsRing { heads } => write!(f, "heads:{heads}"),
+            Self::Grid { heads: 1, queries, keys } => write!(f, "grid:{queries}x{keys}"),
+            Self::Grid { heads, queries, keys } => write!(f, "grid:{heads}x{queries}x{keys}"),
+            Self::AllGather => f.write_str("all-gather"),
+            Self::AllToAll => f.write_str("all-to-all"),
+            Self::OncePerNode { node_ranks: 0 } => f.write_str("once-per-node"),
+            Self::OncePerNode { node_ranks } => write!(f, "once-per-node:{node_ranks}"),
+            Self::PassQ => f.write_str("pass-q"),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+impl FromStr for Strategy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let count = |text: &str| text.parse().ok().filter(|&count: &usize| count > 0);
+        let heads = || count(text.strip_prefix("heads:")?).map(|heads| Self::HeadsRing { heads });
+        let grid = || {
+            let counts: Option<Vec<usize>> =
+                text.strip_prefix("grid:")?.split('x').map(count).collect();
+            match counts?[..] {
+                [queries, keys] => Some(Self::Grid { heads: 1, queries, keys }),
+                [heads, queries, keys] => Some(Self::Grid { heads, queries, keys }),
+                _ => None,
+            }
+        };
+        let nodes = || {
+            let node_ranks = count(text.strip_prefix("once-per-node:")?)?;
+            Some(Self::OncePerNode { node_ranks })
+        };
+        match text {
+            "ring" => Ok(Self::Ring),
+            "all-gather" => Ok(Self::AllGather),
+            "all-to-all" => Ok(Self::AllToAll),
+            "once-per-node" => Ok(Self::OncePerNode { node_ranks: 0 }),
+            "pass-q" => Ok(Self::PassQ),
+            "auto" => Ok(Self::Auto),
+            _ => heads()
+                .or_else(grid)
+                .or_else(nodes)
+                .ok_or_else(|| Error::invalid("strategy", text, Self::EXPECTED)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
