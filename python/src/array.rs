@@ -2,7 +2,7 @@
 //! sound: element type, alignment, strides, writability, and that no output overlaps anything.
 
 #[cfg(feature = "cuda")]
-use annulus::cuda::device::{CudaView, CudaViewMut};
+use annulus::backend::cuda::device::{CudaView, CudaViewMut};
 use annulus::ndarray::{ArrayView, ArrayViewMut, Axis, Dimension, IxDyn, ShapeBuilder};
 use pyo3::{
     prelude::*,

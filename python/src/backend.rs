@@ -3,7 +3,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use annulus::{AnyBackend, BackendName, Result};
+use annulus::{
+    Result,
+    backend::{AnyBackend, BackendName},
+};
 use annulus_core::HomeProcess;
 
 /// Name of a backend, and the number of a GPU.

@@ -4,9 +4,10 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use annulus::{
-    Attention, Batch, CacheShape, CustomLayout, DType, Dims, Division, Error, Layout, Machine,
-    Route, Run, Runs, Runtime, Setup, SinkShape, Strategy,
+    Attention, Batch, CacheShape, DType, Dims, Division, Error, Layout, Route, Runtime, Setup,
+    SinkShape, Strategy,
     ndarray::{Array2, Ix1, Ix2},
+    planning::{CustomLayout, Machine, Run, Runs},
 };
 use pyo3::{prelude::*, types::PyDict};
 

@@ -13,11 +13,11 @@ use std::{
 
 use annulus::{
     DType, Dims, Plan, Result, Setup,
-    comm::Staged,
-    cuda::{
+    backend::cuda::{
         Cuda,
         device::{CudaCopier, CudaSpace, CudaTensor, Device, Stream, Symbols},
     },
+    comm::Staged,
 };
 use annulus_core::{HomeProcess, Host, Transport};
 use pyo3::{

@@ -38,7 +38,7 @@ mod xla;
 /// Plans over arrays that Python owns.
 #[pyo3::pymodule]
 mod _annulus {
-    use annulus::BackendName;
+    use annulus::backend::BackendName;
     use pyo3::prelude::*;
 
     #[pymodule_export]

@@ -7,10 +7,10 @@ use std::{
 };
 
 use annulus::{
-    Alibi, DenseMask, Fingerprint, KeyIntervals,
+    bias::Alibi,
     mask::{
-        Causal, ChunkedCausal, Dense, Everything, Key, Mask as Visibility, PerHead, Prefix, Query,
-        SharedMask, Window, and, or,
+        Causal, ChunkedCausal, Dense, DenseMask, Everything, Fingerprint, Key, KeyIntervals,
+        Mask as Visibility, PerHead, Prefix, Query, SharedMask, Window, and, or,
     },
     ndarray::Ix4,
 };
@@ -82,7 +82,7 @@ impl Visibility for OfPositions {
 #[derive(Debug)]
 struct BiasOfPositions(Arc<Callback>);
 
-impl annulus::BiasFunction for BiasOfPositions {
+impl annulus::bias::BiasFunction for BiasOfPositions {
     fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
         into.text("python bias").text(&self.0.name)
     }
@@ -204,13 +204,13 @@ fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
 /// A bias that is computed from positions.
 #[pyclass(frozen, weakref, module = "annulus._annulus")]
 pub(crate) struct BiasFunction {
-    function: Arc<dyn annulus::BiasFunction>,
+    function: Arc<dyn annulus::bias::BiasFunction>,
     callbacks: Vec<Arc<Callback>>,
 }
 
 impl BiasFunction {
     /// Returns the function for a plan.
-    pub(crate) fn shared(&self) -> Arc<dyn annulus::BiasFunction> {
+    pub(crate) fn shared(&self) -> Arc<dyn annulus::bias::BiasFunction> {
         Arc::clone(&self.function)
     }
 

@@ -3,11 +3,12 @@
 use std::{num::NonZero, sync::Arc, thread};
 
 #[cfg(feature = "cuda")]
-use annulus::cuda::device::{CudaView, CudaViewMut};
+use annulus::backend::cuda::device::{CudaView, CudaViewMut};
 use annulus::{
     BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, Layout, LocalRing,
-    Report, Runs, Tensors,
+    Report, Tensors,
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
+    planning::Runs,
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;

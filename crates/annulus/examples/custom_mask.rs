@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use annulus::{
-    Attention, Dims, Fingerprint, KeyIntervals, LocalRing, Mask, Result, Tensors,
-    mask::{Key, Predicate, Query},
+    Attention, Dims, LocalRing, Result, Tensors,
+    mask::{Fingerprint, Key, KeyIntervals, Mask, Predicate, Query},
     ndarray::Array4,
 };
 

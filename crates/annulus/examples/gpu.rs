@@ -7,9 +7,11 @@
 
 use annulus::{
     Attention, Dims, LocalRing, Plan, Result, Tensors,
-    devices::wgpu_rank,
+    backend::{
+        wgpu::{Gpu, Options},
+        wgpu_rank,
+    },
     ndarray::Array4,
-    wgpu::{Gpu, Options},
 };
 
 fn main() -> Result<()> {

@@ -9,7 +9,7 @@ use annulus_core::{
     mask::{Causal, ChunkedCausal, Everything, Prefix, Window, and},
 };
 
-use crate::Cpu;
+use crate::backend::Cpu;
 
 /// Builds the definition of one attention: full attention, then one parameter per method.
 ///

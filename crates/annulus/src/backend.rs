@@ -4,11 +4,15 @@
 use std::{fmt, str::FromStr};
 
 use annulus_core::{Error, Host, Result, Transport};
-
+/// CPU cores, by SIMD.
+pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]
-use crate::devices::CudaDevices;
+pub use annulus_cuda as cuda;
 #[cfg(feature = "wgpu")]
-use crate::devices::WgpuDevices;
+pub use annulus_wgpu as wgpu;
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub use crate::devices::*;
 
 /// A kind of device that computes tiles.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -81,7 +85,7 @@ impl FromStr for BackendName {
 ///
 /// # Examples
 /// ```
-/// use annulus::{AnyBackend, Attention, BackendName, Dims, Division, LocalRing, Runtime, Tensors};
+/// use annulus::{Attention, Dims, Division, LocalRing, Runtime, Tensors, backend::{AnyBackend, BackendName}};
 /// use ndarray::Array4;
 ///
 /// let name: BackendName = "cpu".parse()?; // of a flag or a configuration file

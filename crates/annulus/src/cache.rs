@@ -10,8 +10,8 @@ use annulus_core::{
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::{
-    Attention, Cpu, Forward, Runtime,
-    backend::{Opened, or_abort},
+    Attention, Forward, Runtime,
+    backend::{Cpu, Opened, or_abort},
     plan::zero_results,
     rank_cache::RankCache,
 };

@@ -126,9 +126,7 @@ impl Division {
     /// three times in a ring, and once in a ring over groups, which are the nodes. The ranks of a
     /// node then divide the keys.
     /// ```
-    /// use annulus::{
-    ///     Attention, ComputeRate, DType, Dims, Division, Link, LocalRing, Machine, Strategy,
-    /// };
+    /// use annulus::{Attention, DType, Dims, Division, LocalRing, Strategy, planning::{ComputeRate, Link, Machine}};
     ///
     /// let link = |bandwidth| Some(Link { latency: 1e-6, bandwidth });
     /// let machine = Machine {
@@ -146,7 +144,7 @@ impl Division {
     ///     memory: 1 << 30,
     /// };
     /// let division = Division::new().strategy(Strategy::Auto).machine(machine);
-    /// let ring = LocalRing::new((Attention::new(), division), Dims::new(1, 64, 4, 8), 4)?;
+    /// let ring = LocalRing::new((Attention::new(), division), Dims::new(1, 64, 1, 8), 4)?;
     /// assert_eq!(ring.plan().strategy(), Strategy::Grid { heads: 1, queries: 2, keys: 2 });
     /// # Ok::<(), annulus::Error>(())
     /// ```

@@ -23,7 +23,7 @@
 //!   is what an MPI process holds.
 //! * [`LocalCache`] is a whole KV cache for decoding in this process; [`Cache`] is one rank.
 //!
-//! [`StartedPass`] and [`Overlapped`] run passes while the program computes. [`flash_attention`]
+//! [`overlapped`] runs passes while the program computes. [`flash_attention`]
 //! and [`ring_attention`] plan and compute in one call.
 //!
 //! # Shapes
@@ -39,16 +39,16 @@
 #![forbid(unsafe_code)]
 
 mod attention;
-mod backend;
+pub mod backend;
 mod cache;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub mod devices;
+mod devices;
 mod division;
 mod engine;
 mod local_cache;
 mod local_ring;
 mod one_call;
-mod overlapped;
+pub mod overlapped;
 mod plan;
 mod rank_cache;
 mod rank_tensors;
@@ -56,36 +56,42 @@ mod runtime;
 mod setup;
 mod tensors;
 
-pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
-pub use annulus_comm::{self as comm, Cancellation};
+/// Transports, their wrappers, the ring engine and its events.
+pub use annulus_comm as comm;
+pub use annulus_comm::ring::Report;
 pub use annulus_core::{
-    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, DenseMask, Dims,
-    Dropout, Element, Error, Fingerprint, KeyIntervals, Mask, Precision, Result, Run, Runs,
-    SinkShape, Spec, mask,
+    Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, Precision, Result,
+    SinkShape, Spec,
 };
-pub use annulus_cpu::Cpu;
-#[cfg(feature = "cuda")]
-pub use annulus_cuda as cuda;
-pub use annulus_plan::{
-    ComputeRate, CustomLayout, Layout, Link, Machine, Prediction, Route, Strategy, StrategyTraffic,
-    TokenRate, TrafficOptions,
-};
-#[cfg(feature = "wgpu")]
-pub use annulus_wgpu as wgpu;
+pub use annulus_plan::{Layout, Route, Strategy};
 pub use attention::Attention;
-pub use backend::{AnyBackend, BackendName};
 pub use cache::{Cache, CacheShape};
 pub use division::{Division, RankRows};
 pub use local_cache::LocalCache;
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
-pub use overlapped::{OverlapPlan, Overlapped, StartedPass};
 pub use plan::Plan;
 pub use runtime::Runtime;
 pub use setup::Setup;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 /// Crates whose types are in this interface.
 pub use {half, ndarray};
+
+/// Masks of the program's own, and what they are made of.
+pub mod mask {
+    pub use annulus_core::{DenseMask, Fingerprint, KeyIntervals, mask::*};
+}
+
+/// Biases that are computed from positions.
+pub mod bias {
+    pub use annulus_core::{Alibi, BiasFunction};
+}
+
+/// Rows of ranks, machines, bytes and predicted times.
+pub mod planning {
+    pub use annulus_core::{Run, Runs};
+    pub use annulus_plan::*;
+}
 
 /// Examples of the pages in `docs`, run as tests.
 #[cfg(doctest)]

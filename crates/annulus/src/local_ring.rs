@@ -11,8 +11,8 @@ use annulus_core::{Batch, Dims, Element, Error, Result, Runs, index, memory};
 use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
-    Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, OverlapPlan, Plan, Setup,
-    StartedPass, Tensors,
+    Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, Setup, Tensors,
+    overlapped::{OverlapPlan, StartedPass},
     plan::{zero_gradients, zero_outputs},
     rank_tensors::{
         BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous,

@@ -137,7 +137,7 @@ impl<R> fmt::Debug for StartedPass<'_, R> {
 ///
 /// # Examples
 /// ```
-/// use annulus::{Attention, Dims, Forward, LocalRing, Overlapped, Tensors};
+/// use annulus::{Attention, Dims, Forward, LocalRing, Tensors, overlapped::Overlapped};
 /// use ndarray::Array4;
 ///
 /// let ring = LocalRing::new(Attention::new(), Dims::new(1, 64, 2, 16), 2)?;

@@ -15,10 +15,11 @@ use annulus_plan::{Layout, Route, Schedule, Strategy, Work};
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
-    Backward, BackwardViewMut, Cpu, Division, Forward, ForwardView, ForwardViewMut, OverlapPlan,
-    Runtime, Setup, StartedPass, Tensors,
-    backend::{Opened, or_abort},
+    Backward, BackwardViewMut, Division, Forward, ForwardView, ForwardViewMut, Runtime, Setup,
+    Tensors,
+    backend::{Cpu, Opened, or_abort},
     engine::{DeviceRing, Engine, RankEngine},
+    overlapped::{OverlapPlan, StartedPass},
 };
 
 /// Plan of one rank of a ring, made once and used for many passes.

@@ -8,14 +8,14 @@ use annulus_comm::{
 };
 use annulus_core::{Error, Result, Space, Transport};
 
-use crate::AnyBackend;
+use crate::backend::AnyBackend;
 
 /// Backend, threads, deadlines and hooks of the ranks of this process. No result depends on it
 /// beyond the rounding of another backend.
 ///
 /// # Examples
 /// ```
-/// use annulus::{AnyBackend, Attention, BackendName, Dims, Division, LocalRing, Runtime};
+/// use annulus::{Attention, Dims, Division, LocalRing, Runtime, backend::{AnyBackend, BackendName}};
 /// use std::time::Duration;
 ///
 /// let backend = AnyBackend::open(BackendName::Cpu, None, 2)?; // two threads each
@@ -76,7 +76,7 @@ impl Runtime {
     /// [`LocalCache`](crate::LocalCache); one for a rank over another transport.
     ///
     /// Refused for a backend that was made with its own threads: [`AnyBackend::open`],
-    /// [`crate::Cpu::new`].
+    /// [`crate::backend::Cpu::new`].
     #[must_use]
     pub fn threads(mut self, threads: impl Into<Option<usize>>) -> Self {
         self.threads = threads.into();
@@ -213,7 +213,7 @@ impl Runtime {
         let default = ranks.map_or(1, |ranks| cores.checked_div(ranks).unwrap_or(1).max(1));
         match self.threads.unwrap_or(default) {
             0 => Err(Error::invalid("threads", 0, "at least 1")),
-            threads => AnyBackend::open(crate::BackendName::Cpu, None, threads),
+            threads => AnyBackend::open(crate::backend::BackendName::Cpu, None, threads),
         }
     }
 

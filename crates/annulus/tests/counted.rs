@@ -20,9 +20,10 @@ use std::{
 };
 
 use annulus::{
-    Attention, BiasFunction, CustomLayout, Dims, Division, Fingerprint, Layout, LocalRing, Plan,
-    Result, Route, Runs, Setup, Tensors,
-    mask::{Key, Query},
+    Attention, Dims, Division, Layout, LocalRing, Plan, Result, Route, Setup, Tensors,
+    bias::BiasFunction,
+    mask::{Fingerprint, Key, Query},
+    planning::{CustomLayout, Runs},
 };
 use annulus_comm::{forward_control, forward_transport, threads::Threads};
 use annulus_core::{Control, Host, Incoming, Outgoing, Transport};

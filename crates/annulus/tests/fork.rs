@@ -16,8 +16,11 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackendName, Cache, CacheShape, Cpu, Dims, Division, Error, Forward, LocalCache,
-    LocalRing, Overlapped, Plan, Result, Runtime, Tensors, comm::threads::ring,
+    Attention, Cache, CacheShape, Dims, Division, Error, Forward, LocalCache, LocalRing, Plan,
+    Result, Runtime, Tensors,
+    backend::{BackendName, Cpu},
+    comm::threads::ring,
+    overlapped::Overlapped,
 };
 use ndarray::Array4;
 
@@ -128,8 +131,8 @@ fn a_child_plans_anew_and_refuses_plans_of_its_parent() {
 fn a_backend_of_the_parent_computes_on_threads_of_the_child() {
     let x = input();
     let attention = Attention::new().causal(true);
-    let runtime =
-        Runtime::new().backend(annulus::AnyBackend::open(BackendName::Cpu, None, 3).unwrap());
+    let runtime = Runtime::new()
+        .backend(annulus::backend::AnyBackend::open(BackendName::Cpu, None, 3).unwrap());
     let setup = (&attention, &Division::new(), &runtime);
     let want = bits(&mut LocalRing::new(setup, dims(), 1).unwrap(), &x);
     let threads = Cpu::new(3).unwrap();

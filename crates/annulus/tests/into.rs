@@ -213,7 +213,9 @@ fn options_without_effect_are_refused() {
         &Setup::from((Attention::new(), Division::new(), Runtime::new().threads(2))),
         dims,
         2,
-        |_, setup, endpoint| Plan::with_backend(setup, dims, annulus::Cpu::new(1)?, endpoint),
+        |_, setup, endpoint| {
+            Plan::with_backend(setup, dims, annulus::backend::Cpu::new(1)?, endpoint)
+        },
     );
     assert!(matches!(own, Err(Error::InvalidArgument { argument, .. }) if argument == "threads"));
 }

@@ -26,9 +26,10 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, BiasFunction, Dims, Division, Error, Fingerprint, Layout, LocalRing, Result,
-    Route, Runtime, Setup, Tensors,
-    mask::{Key, Predicate, Query},
+    Attention, Batch, Dims, Division, Error, Layout, LocalRing, Result, Route, Runtime, Setup,
+    Tensors,
+    bias::BiasFunction,
+    mask::{Fingerprint, Key, Predicate, Query},
 };
 use ndarray::{Array2, Array4};
 

@@ -46,7 +46,7 @@ fn gradients_by(
     ));
     each_rank(ring(ranks), |_, transport| -> Result<Gradients> {
         let mut plan = Plan::new(&attention, dims, transport)?;
-        let rows = |seed, rows: &annulus::Runs| {
+        let rows = |seed, rows: &annulus::planning::Runs| {
             let rows: Vec<usize> = rows.iter().map(|row| row as usize).collect();
             Array4::from_shape_fn((1, rows.len(), HEADS, 8), |(_, row, head, element)| {
                 value(seed, (rows[row] * HEADS + head) * 8 + element)
@@ -64,7 +64,7 @@ fn gradients_by(
         let forward = plan.forward(&tensors)?;
         let backward = plan.backward(&tensors, &forward, q.view(), None)?;
         let report = backward.reports[0];
-        let predicted = plan.bytes_predicted(annulus::PassKind::Backward);
+        let predicted = plan.bytes_predicted(annulus::comm::ring::PassKind::Backward);
         assert_eq!(report.bytes_predicted, predicted);
         assert_eq!(report.bytes_sent, predicted);
         let (dbias, dsinks) = (backward.dbias.unwrap(), backward.dsoftmax_aux.unwrap());

@@ -2,9 +2,9 @@
 //! machines that are refused.
 
 use annulus::{
-    Attention, ComputeRate, DType, Dims, Division, Error, Link, LocalRing, Machine, Plan, Result,
-    Setup, Strategy,
+    Attention, DType, Dims, Division, Error, LocalRing, Plan, Result, Setup, Strategy,
     comm::threads::{each_rank, ring},
+    planning::{ComputeRate, Link, Machine},
 };
 
 /// 64 query and 8 KV heads.

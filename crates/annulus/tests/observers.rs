@@ -13,8 +13,10 @@ use std::{
 };
 
 use annulus::{
-    Activity, Attention, Cpu, Dims, Division, LocalRing, Plan, Result, Runtime, Setup, Tensors,
-    comm::profiler::set_range_hooks, ndarray::Array4,
+    Attention, Dims, Division, LocalRing, Plan, Result, Runtime, Setup, Tensors,
+    backend::Cpu,
+    comm::{profiler::set_range_hooks, ring::Activity},
+    ndarray::Array4,
 };
 use annulus_comm::{forward_control, forward_transport, threads::Threads};
 use annulus_core::{Control, Host, Transport};

@@ -12,12 +12,13 @@ use std::{
 };
 
 use annulus::{
-    Attention, Backward, Dims, Division, Error, Forward, LocalRing, Overlapped, Plan, Result,
-    Runtime, Setup, Tensors,
+    Attention, Backward, Dims, Division, Error, Forward, LocalRing, Plan, Result, Runtime, Setup,
+    Tensors,
     comm::{
         forward_control, forward_transport,
         threads::{Threads, each_rank, ring},
     },
+    overlapped::Overlapped,
 };
 use annulus_core::{Control, Host, Transport};
 use ndarray::{Array4, ArrayView4};

@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use annulus::{Attention, Dims, Ring, Setup};
+use annulus::{Attention, Dims, Setup, comm::ring::Ring};
 use annulus_comm::{
     Deadline, Staged,
     nccl::Nccl,

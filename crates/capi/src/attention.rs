@@ -9,7 +9,10 @@ use std::{
 };
 
 use annulus::{
-    Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, Setup, StepEvent, Strategy,
+    Batch, Error, Layout, Result, Setup, Strategy,
+    bias::Alibi,
+    comm::ring::StepEvent,
+    planning::{CustomLayout, Runs},
 };
 
 use crate::{

@@ -1,6 +1,6 @@
 //! Segment ids, positions, packed lengths and dense masks of a batch.
 
-use annulus::{Batch, DenseMask, Error, Result};
+use annulus::{Batch, Error, Result, mask::DenseMask};
 use annulus_core::memory;
 use ndarray::Array2;
 

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use annulus::{Cache, Element, Error, LocalCache, Result, Runs, Setup, Spec};
+use annulus::{Cache, Element, Error, LocalCache, Result, Setup, Spec, planning::Runs};
 #[cfg(any(feature = "mpi", test))]
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};

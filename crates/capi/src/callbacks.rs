@@ -6,8 +6,10 @@ use std::{
 };
 
 use annulus::{
-    Activity, BiasFunction, Error, Fingerprint, KeyIntervals, Mask, PassKind, Result, StepEvent,
-    mask::{Key, Query},
+    Error, Result,
+    bias::BiasFunction,
+    comm::ring::{Activity, PassKind, StepEvent},
+    mask::{Fingerprint, Key, KeyIntervals, Mask, Query},
 };
 
 use crate::versioned::check_pointer;

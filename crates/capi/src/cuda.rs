@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use annulus::{BackendName, Error, Result};
+use annulus::{Error, Result, backend::BackendName};
 
 use crate::{
     attention::{ATTENTIONS, annulus_attention},
@@ -121,11 +121,11 @@ mod on_device {
 
     use annulus::{
         Plan,
-        comm::Staged,
-        cuda::{
+        backend::cuda::{
             Cuda,
             device::{CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream},
         },
+        comm::Staged,
     };
     use annulus_core::{DType, Host, Transport};
 

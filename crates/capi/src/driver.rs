@@ -2,7 +2,7 @@
 
 use annulus::{
     Result,
-    cuda::{
+    backend::cuda::{
         Cuda,
         device::{Stream, Symbols},
     },
@@ -19,8 +19,8 @@ pub(crate) fn cuda_on(stream: Stream) -> Result<Cuda> {
 }
 
 #[cfg(all(feature = "nccl", not(feature = "emulator")))]
-pub(crate) fn nccl_symbols() -> Result<annulus::cuda::device::nccl::NcclSymbols> {
-    annulus::cuda::device::nccl::NcclSymbols::system()
+pub(crate) fn nccl_symbols() -> Result<annulus::backend::cuda::device::nccl::NcclSymbols> {
+    annulus::backend::cuda::device::nccl::NcclSymbols::system()
 }
 
 #[cfg(all(feature = "emulator", feature = "nccl"))]
@@ -34,7 +34,7 @@ pub use emulated::{emulate_cuda, is_emulated};
 mod emulated {
     use std::{path::PathBuf, sync::OnceLock};
 
-    use annulus::cuda::device::{Compiler, ImageCache};
+    use annulus::backend::cuda::device::{Compiler, ImageCache};
     use annulus_cuda_emulator as emulator;
 
     use super::{Cuda, Result, Stream, Symbols};
@@ -64,11 +64,11 @@ mod emulated {
     }
 
     #[cfg(feature = "nccl")]
-    pub(crate) fn nccl_symbols() -> Result<annulus::cuda::device::nccl::NcclSymbols> {
+    pub(crate) fn nccl_symbols() -> Result<annulus::backend::cuda::device::nccl::NcclSymbols> {
         if is_emulated() {
             Ok(emulator::nccl_symbols())
         } else {
-            annulus::cuda::device::nccl::NcclSymbols::system()
+            annulus::backend::cuda::device::nccl::NcclSymbols::system()
         }
     }
 }

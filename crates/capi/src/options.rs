@@ -5,8 +5,9 @@ use std::mem;
 use std::time::Duration;
 
 use annulus::{
-    AnyBackend, Attention, BackendName, CacheShape, Dims, Division, Error, Layout, Result, Route,
-    Runtime, Setup, SinkShape, Strategy,
+    Attention, CacheShape, Dims, Division, Error, Layout, Result, Route, Runtime, Setup, SinkShape,
+    Strategy,
+    backend::{AnyBackend, BackendName},
 };
 
 #[cfg(feature = "mpi")]

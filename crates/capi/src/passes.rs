@@ -440,7 +440,7 @@ impl ProcessPlan {
 mod on_device {
     use annulus::{
         Spec,
-        cuda::device::{CudaView, CudaViewMut},
+        backend::cuda::device::{CudaView, CudaViewMut},
     };
     use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs, max_and_sum};
 

@@ -8,8 +8,10 @@ use std::{
 #[cfg(feature = "cuda")]
 use annulus::comm::threads;
 use annulus::{
-    Batch, Cancellation, Error, Layout, LocalRing, OverlapPlan, Overlapped, PassKind, Plan, Result,
-    Route, Runs, Spec, Strategy,
+    Batch, Error, Layout, LocalRing, Plan, Result, Route, Spec, Strategy,
+    comm::{Cancellation, ring::PassKind},
+    overlapped::{OverlapPlan, Overlapped},
+    planning::Runs,
 };
 
 #[cfg(feature = "cuda")]

@@ -14,12 +14,12 @@ use std::{
 
 use annulus::{
     Attention, DType, Dims, Division, LocalRing, Result, Runtime, Setup, Tensors,
-    comm::threads::{Threads, each_rank, ring},
-    cuda::device::{
+    backend::cuda::device::{
         CudaTensor, Device, Stream,
         cudarc::driver::sys::{CUcontext, CUresult, CUstream},
         nccl::{RawCommunicator, UniqueId},
     },
+    comm::threads::{Threads, each_rank, ring},
     half::f16,
     ndarray::{Array, Array3, Array4, Dimension, ShapeBuilder},
 };

@@ -9,11 +9,13 @@ use std::{
 };
 
 use annulus::{
-    Alibi, Alignment, AnyBackend, Attention, BackendName, BackwardMode, Batch, BiasOrder,
-    CustomLayout, DType, DenseMask, Dims, Division, Element, Layout, LocalRing, Precision, Route,
-    Runs, Runtime, Setup, SinkShape, Strategy, Tensors,
+    Alignment, Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Layout,
+    LocalRing, Precision, Route, Runtime, Setup, SinkShape, Strategy, Tensors,
+    backend::{AnyBackend, BackendName},
+    bias::Alibi,
     half::{bf16, f16},
-    mask::Predicate,
+    mask::{DenseMask, Predicate},
+    planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
 use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
@@ -796,7 +798,7 @@ fn all_element_types_give_the_bits_of_the_facade() {
 #[cfg(feature = "wgpu")]
 #[test]
 fn wgpu_gives_the_bits_of_the_facade() {
-    if annulus::wgpu::Gpu::list().is_empty() {
+    if annulus::backend::wgpu::Gpu::list().is_empty() {
         let required = std::env::var("ANNULUS_REQUIRE")
             .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
         assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");

@@ -24,7 +24,10 @@ macro_rules! with_backend {
         match $backend {
             $crate::backend::BackendChoice::Cpu => {
                 let $make = |endpoint: $crate::job::RankEndpoint| {
-                    Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
+                    Ok::<_, annulus_core::Error>((
+                        annulus::backend::Cpu::new($threads)?,
+                        endpoint.of_host(),
+                    ))
                 };
                 $body
             }
@@ -50,7 +53,7 @@ pub(crate) enum BackendChoice {
     Cpu,
     /// One GPU or several equal ones, shared by the ranks of this process.
     #[cfg(feature = "wgpu")]
-    Wgpu(annulus::devices::WgpuDevices),
+    Wgpu(annulus::backend::WgpuDevices),
     /// NVIDIA GPUs, shared by the ranks of this process.
     #[cfg(feature = "cuda")]
     Cuda(Gpus),
@@ -113,7 +116,7 @@ impl BackendChoice {
             (BackendName::Cpu, None) => Isa::chosen().map(|_| Self::Cpu).map_err(Failure::of_flags),
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device) => {
-                let opened = annulus::devices::WgpuDevices::find(device);
+                let opened = annulus::backend::WgpuDevices::find(device);
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
             #[cfg(not(feature = "wgpu"))]
@@ -161,7 +164,7 @@ impl BackendChoice {
     ) -> Result<Cache> {
         match self {
             Self::Cpu => {
-                let cpu = annulus::Cpu::new(threads)?;
+                let cpu = annulus::backend::Cpu::new(threads)?;
                 Cache::with_backend(attention, runtime, shape, cpu, endpoint.of_host())
             }
             #[cfg(feature = "wgpu")]
@@ -174,7 +177,7 @@ impl BackendChoice {
                     attention,
                     &Runtime::new(),
                     shape,
-                    annulus::wgpu::Wgpu::on_host(gpu),
+                    annulus::backend::wgpu::Wgpu::on_host(gpu),
                     transport,
                 )
             }

@@ -3,17 +3,14 @@
 use std::{sync::OnceLock, time::Duration};
 
 #[cfg(feature = "nccl")]
-use annulus::comm::nccl::STARTUP_DEADLINE;
-#[cfg(feature = "nccl")]
-use annulus::cuda::device::nccl::NcclSymbols;
+use annulus::backend::cuda::device::nccl::NcclSymbols;
 #[cfg(feature = "mpi")]
-use annulus::devices::cuda_rank_over_mpi;
+use annulus::backend::cuda_rank_over_mpi;
 #[cfg(feature = "nccl")]
-use annulus::devices::cuda_rank_over_nccl;
-use annulus::{
-    cuda::Cuda,
-    devices::{CudaDevices, cuda_rank},
-};
+use annulus::backend::cuda_rank_over_nccl;
+use annulus::backend::{CudaDevices, cuda::Cuda, cuda_rank};
+#[cfg(feature = "nccl")]
+use annulus::comm::nccl::STARTUP_DEADLINE;
 #[cfg(feature = "nccl")]
 use annulus_core::Error;
 use annulus_core::{Control, OnHost, Result};

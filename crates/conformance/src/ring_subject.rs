@@ -3,7 +3,10 @@
 
 use std::{marker::PhantomData, num::NonZeroUsize};
 
-use annulus::{Ring, RingOptions, comm::threads::each_rank};
+use annulus::comm::{
+    ring::{Ring, RingOptions},
+    threads::each_rank,
+};
 use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
     Spec, Transport, View, index,

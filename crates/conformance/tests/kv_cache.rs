@@ -8,8 +8,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardMode, Cache, CacheShape, Cpu, DType, Dims, Error, LocalRing, Result,
-    Runtime,
+    Attention, BackwardMode, Cache, CacheShape, DType, Dims, Error, LocalRing, Result, Runtime,
+    backend::Cpu,
     comm::{
         Checksum, Trace,
         threads::{Threads, each_rank, ring},

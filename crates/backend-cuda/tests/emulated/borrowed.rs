@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use annulus::{Attention, Dims, Ring, Setup};
+use annulus::{Attention, Dims, Setup, comm::ring::Ring};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, Spec};

@@ -4,7 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus::{Attention, Ring, Setup};
+use annulus::{Attention, Setup, comm::ring::Ring};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{Alibi, Alignment, DType, Dims, Dropout, Error, Inputs, Outputs, Result, Spec};

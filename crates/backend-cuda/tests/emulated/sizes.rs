@@ -1,6 +1,6 @@
 //! Large sizes: offsets beyond 2³¹ and 2³² elements, and memory besides the caller's tensors.
 
-use annulus::{Attention, Dims, Ring, Setup};
+use annulus::{Attention, Dims, Setup, comm::ring::Ring};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_core::{BackwardInputs, DType, Error, Gradients, Inputs, Outputs, Result};
 use annulus_cuda::{

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use annulus::{
-    AnyBackend, Attention, BackendName, Cache, CacheShape, Dims, Error, Layout, LocalCache,
-    Runtime, SinkShape, Spec,
+    Attention, Cache, CacheShape, Dims, Error, Layout, LocalCache, Runtime, SinkShape, Spec,
+    backend::{AnyBackend, BackendName},
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::{

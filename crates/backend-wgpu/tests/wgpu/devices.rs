@@ -14,9 +14,10 @@ use std::{
 };
 
 use annulus::{
-    Attention, Dims, Error, Ring,
+    Attention, Dims, Error,
     comm::{
         Deadline, Staged,
+        ring::Ring,
         threads::{self, Threads, each_rank},
     },
 };
@@ -315,7 +316,7 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
     let v = tensor(&gpu);
     let mut out = tensor(&gpu);
     let mut lse = Tensor::zeros(&gpu, [1, 2, 40, 1], DType::F32).unwrap();
-    let mut pass = |ring: &mut annulus::Ring<_>| {
+    let mut pass = |ring: &mut annulus::comm::ring::Ring<_>| {
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
         ring.forward(
             &inputs,
@@ -350,11 +351,11 @@ fn a_copier_of_another_device_is_an_error_on_every_rank() {
         let copier = Copier::new(if rank == 0 { gpu.clone() } else { other.clone() });
         let transport =
             Box::new(Deadline::new(Staged::<_, WgpuSpace>::new(transport, copier), DEADLINE)?);
-        let mut ring = annulus::Ring::new(
+        let mut ring = annulus::comm::ring::Ring::new(
             Wgpu::new(gpu.clone()),
             transport,
             Attention::new().spec(DIMS),
-            annulus::RingOptions::default(),
+            annulus::comm::ring::RingOptions::default(),
         )?;
         Ok(forward(&gpu, &mut ring, DIMS).err())
     })

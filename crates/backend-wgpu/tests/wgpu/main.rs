@@ -26,9 +26,10 @@ use std::{
 };
 
 use annulus::{
-    Attention, Dims, Error, Ring, RingOptions,
+    Attention, Dims, Error,
     comm::{
         Deadline, Staged,
+        ring::{Ring, RingOptions},
         threads::{self, Threads},
     },
 };

@@ -23,9 +23,9 @@ mod adapters {
     use std::path::{Path, PathBuf};
 
     use annulus::{
-        AnyBackend, Attention, BackendName, Dims, Division, LocalRing, Plan, Runtime, Tensors,
+        Attention, Dims, Division, LocalRing, Plan, Runtime, Tensors,
+        backend::{AnyBackend, BackendName, WgpuDevices},
         comm::threads::{self, each_rank},
-        devices::WgpuDevices,
     };
     use annulus_wgpu::Gpu;
     use ndarray::Array4;

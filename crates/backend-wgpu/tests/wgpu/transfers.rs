@@ -10,9 +10,10 @@ use std::{
 };
 
 use annulus::{
-    Attention, Dims, Layout, Report, Ring, RingOptions,
+    Attention, Dims, Layout, Report,
     comm::{
         Deadline, Staged, forward_control, forward_transport,
+        ring::{Ring, RingOptions},
         threads::{self, Threads, each_rank},
     },
 };

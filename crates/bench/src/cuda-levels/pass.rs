@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, DType, Dims, Error, Result, Ring};
+use annulus::{Attention, DType, Dims, Error, Result, comm::ring::Ring};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{

@@ -2,9 +2,13 @@
 //! And the comparison of a level with the CPU backend.
 
 use annulus::{
-    Attention, Cpu, DType, Dims, Element, Plan, Result, Ring, RingOptions, Tensors,
-    comm::{Staged, threads},
-    devices::wgpu_rank,
+    Attention, DType, Dims, Element, Plan, Result, Tensors,
+    backend::{Cpu, wgpu_rank},
+    comm::{
+        Staged,
+        ring::{Ring, RingOptions},
+        threads,
+    },
 };
 use annulus_core::{BackwardInputs, Error, Gradients, Inputs, Outputs};
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};

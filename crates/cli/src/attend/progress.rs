@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use annulus::{Activity, Setup, StepEvent};
+use annulus::{
+    Setup,
+    comm::ring::{Activity, StepEvent},
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::report;

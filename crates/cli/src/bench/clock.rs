@@ -48,7 +48,7 @@ impl Clock {
 
     /// Chooses the device's clock if the ranks share one device and its clock runs.
     #[cfg(feature = "wgpu")]
-    fn of_device(devices: &annulus::devices::WgpuDevices) -> Self {
+    fn of_device(devices: &annulus::backend::WgpuDevices) -> Self {
         let alone = devices.get(0).ok().filter(|_| devices.count() == 1);
         alone.map_or(Self::Host, Self::of_gpu)
     }

@@ -164,7 +164,7 @@ fn of_build(isa: Option<Isa>) -> Findings {
 /// Describes each NVIDIA GPU and its compiler, or what is missing.
 #[cfg(feature = "cuda")]
 fn of_gpus() -> Vec<String> {
-    use annulus::cuda::{Cuda, device::Device};
+    use annulus::backend::cuda::{Cuda, device::Device};
     let described = |number| {
         format!(
             "device {number}: {}",
@@ -180,7 +180,7 @@ fn of_gpus() -> Vec<String> {
 /// Returns the version of NCCL, or what is missing.
 #[cfg(feature = "nccl")]
 fn of_nccl() -> String {
-    use annulus::cuda::device::nccl::NcclSymbols;
+    use annulus::backend::cuda::device::nccl::NcclSymbols;
     NcclSymbols::system()
         .and_then(|symbols| symbols.number())
         .map_or_else(|missing| missing.to_string(), |number| format!("version {number}"))

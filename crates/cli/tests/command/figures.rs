@@ -1,6 +1,6 @@
 //! Figures of `plan`, `bench` and `make`.
 
-use annulus::{Attention, Dims, Division, Layout, LocalRing, PassKind, Plan, Setup};
+use annulus::{Attention, Dims, Division, Layout, LocalRing, Plan, Setup, comm::ring::PassKind};
 use serde_json::Value;
 
 use crate::support::{Folder, Tensors};

@@ -8,9 +8,14 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, Cpu, Dims, Division, Error, Layout, Plan, Result, Ring, RingOptions, Runtime,
-    Setup, Strategy, Tensors,
-    comm::{Checksum, threads},
+    Attention, Batch, Dims, Division, Error, Layout, Plan, Result, Runtime, Setup, Strategy,
+    Tensors,
+    backend::Cpu,
+    comm::{
+        Checksum,
+        ring::{Ring, RingOptions},
+        threads,
+    },
 };
 use annulus_conformance::device::{Fault, Injection};
 use ndarray::Array4;

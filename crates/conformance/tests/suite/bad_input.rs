@@ -5,10 +5,11 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use annulus::{
-    Attention, BackwardMode, Batch, CustomLayout, DenseMask, Dims, Division, Error, Layout,
-    LocalRing, Plan, Result, Runs, Runtime, Setup, SinkShape, Tensors,
+    Attention, BackwardMode, Batch, Dims, Division, Error, Layout, LocalRing, Plan, Result,
+    Runtime, Setup, SinkShape, Tensors,
     comm::threads,
-    mask::{Causal, Dense, PerHead},
+    mask::{Causal, Dense, DenseMask, PerHead},
+    planning::{CustomLayout, Runs},
 };
 use ndarray::{Array2, Array3, Array4};
 

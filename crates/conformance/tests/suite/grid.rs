@@ -1,7 +1,7 @@
 //! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares them
 //! with the oracle.
 
-use annulus::{Attention, Division, LocalRing, PassKind, Tensors};
+use annulus::{Attention, Division, LocalRing, Tensors, comm::ring::PassKind};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
 use annulus_core::{BackwardMode, Batch, DType, Dims, Error, Placement, SinkShape, Spec};
 use annulus_plan::{Choice, HeadGrid, Layout, Route, Strategy, StrategyTraffic, TrafficOptions};

@@ -3,7 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use annulus::{
-    Attention, Cpu, Dims, Division, Error, Layout, LocalRing, Plan, Ring, Setup, comm::threads,
+    Attention, Dims, Division, Error, Layout, LocalRing, Plan, Setup,
+    backend::Cpu,
+    comm::{ring::Ring, threads},
 };
 use annulus_conformance::{
     Altered, Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,

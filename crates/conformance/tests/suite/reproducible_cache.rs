@@ -3,8 +3,9 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use annulus::{
-    Alibi, Attention, Cache, CacheShape, DType, Dims, Division, Element, Error, LocalCache,
-    LocalRing, Result, Runtime, Setup, SinkShape, Tensors,
+    Attention, Cache, CacheShape, DType, Dims, Division, Element, Error, LocalCache, LocalRing,
+    Result, Runtime, Setup, SinkShape, Tensors,
+    bias::Alibi,
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::{

@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use annulus::{Attention, Division, LocalRing, PassKind, Setup, Tensors};
+use annulus::{Attention, Division, LocalRing, Setup, Tensors, comm::ring::PassKind};
 use annulus_comm::{Deadline, threads};
 use annulus_conformance::{
     Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RankSetup, RingSubject, Setting,

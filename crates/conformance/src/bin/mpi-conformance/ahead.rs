@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Dims, Division, Layout, PassKind, Plan, Report, Setup, Tensors};
+use annulus::{
+    Attention, Dims, Division, Layout, Plan, Report, Setup, Tensors, comm::ring::PassKind,
+};
 use annulus_comm::{
     barrier,
     mpi::{Mpi, Settings},

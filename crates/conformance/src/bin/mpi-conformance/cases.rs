@@ -5,8 +5,9 @@
 use std::sync::Arc;
 
 use annulus::{
-    AnyBackend, Attention, BackendName, Cache, CacheShape, Cpu, DType, Dims, Element, LocalRing,
-    Plan, Result, Runtime, Setup, Tensors,
+    Attention, Cache, CacheShape, DType, Dims, Element, LocalRing, Plan, Result, Runtime, Setup,
+    Tensors,
+    backend::{AnyBackend, BackendName, Cpu},
 };
 use annulus_comm::{
     Deadline,
@@ -279,8 +280,8 @@ const SHAPE: CacheShape = CacheShape::new(1, 4, 8).kv_heads(2).value_dim(6);
 
 /// Tokens in f64 on the CPU, and the reproducible order.
 pub(crate) fn tokens(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let cpu =
-        AnyBackend::open(annulus::BackendName::Cpu, None, 1).map_err(|error| error.to_string());
+    let cpu = AnyBackend::open(annulus::backend::BackendName::Cpu, None, 1)
+        .map_err(|error| error.to_string());
     cpu.and_then(|cpu| tokens_on::<f64>(harness, settings, &cpu, 1e-13))?;
     let same = reproducible(settings).map_err(|error| format!("reproducible: {error}"));
     let verdict = same.and_then(|same| {

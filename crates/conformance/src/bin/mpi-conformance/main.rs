@@ -39,7 +39,7 @@ mod shared;
 
 use std::process::ExitCode;
 
-use annulus::{AnyBackend, BackendName};
+use annulus::backend::{AnyBackend, BackendName};
 use annulus_comm::mpi::{Launch, Settings};
 
 use self::harness::{Harness, Verdict};

@@ -9,8 +9,9 @@ use std::{
 };
 
 use annulus::{
-    Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, Cpu, DType, DenseMask, Dims,
-    Division, Layout, Plan, Precision, Route, Runtime, SinkShape, Strategy, Tensors,
+    Alignment, Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Layout, Plan,
+    Precision, Route, Runtime, SinkShape, Strategy, Tensors, backend::Cpu, bias::Alibi,
+    mask::DenseMask,
 };
 use annulus_comm::{
     Descriptor, WIRE_VERSION, agree,
