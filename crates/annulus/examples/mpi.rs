@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let _launch = Launch::begin()?; // MPI_Init, unless the program has; MPI_Finalize when dropped
     let transport = Mpi::world(Settings::default())?;
     let dims = Dims::new(1, 512, 4, 32); // of the whole sequence, the same on every rank
-    let mut plan = Plan::new(&Attention::new().causal(true), dims, transport)?;
+    let mut plan = Plan::new(Attention::new().causal(true), dims, transport)?;
 
     let rows: Vec<i64> = plan.q_rows().iter().collect();
     let x = Array4::<f32>::from_shape_fn((1, rows.len(), 4, 32), |(_, i, h, c)| {

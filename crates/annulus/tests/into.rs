@@ -210,7 +210,7 @@ fn options_without_effect_are_refused() {
         "threads"
     );
     let own = annulus::LocalRing::from_plans(
-        &Setup::from((Attention::new(), Division::new(), Runtime::new().threads(2))),
+        Setup::from((Attention::new(), Division::new(), Runtime::new().threads(2))),
         dims,
         2,
         |_, setup, endpoint| {

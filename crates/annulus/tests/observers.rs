@@ -49,7 +49,7 @@ fn ranges_nest_on_each_thread_and_cover_passes_steps_and_waits() {
     assert!(again.to_string().starts_with("range hooks: got a second pair"), "{again}");
 
     let dims = Dims::new(1, 64, 2, 8);
-    let mut ring = LocalRing::from_plans(&Attention::new(), dims, 2, |_, setup, endpoint| {
+    let mut ring = LocalRing::from_plans(Attention::new(), dims, 2, |_, setup, endpoint| {
         Plan::with_backend(setup, dims, Cpu::new(1)?, endpoint)
     })
     .unwrap();

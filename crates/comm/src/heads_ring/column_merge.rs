@@ -15,7 +15,7 @@ use annulus_core::{
     index, memory,
 };
 
-use super::shard_tensors::ShardTensor;
+use super::shard_tensor::ShardTensor;
 use crate::merged_softmax::MergedSoftmax;
 
 /// Results of the own queries while the parts of the columns arrive.

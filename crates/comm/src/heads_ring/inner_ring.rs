@@ -19,9 +19,7 @@ use annulus_core::{
 };
 
 use super::{
-    HeadsRing,
-    passes::no_gradients,
-    shard_tensors::{InputTensors, ShardTensor},
+    HeadsRing, passes::no_gradients, shard_tensor::ShardTensor, shard_tensors::InputTensors,
 };
 use crate::ring::{
     RingOptions,

@@ -52,6 +52,7 @@ mod group_batch;
 mod inner_ring;
 mod passes;
 mod prepare;
+mod shard_tensor;
 mod shard_tensors;
 mod subset;
 
@@ -72,7 +73,7 @@ use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Rou
 use self::{
     exchange::HeadExchange,
     prepare::{PreparedGrid, check},
-    shard_tensors::ShardTensor,
+    shard_tensor::ShardTensor,
     shard_tensors::ShardTensors,
     subset::Subset,
 };

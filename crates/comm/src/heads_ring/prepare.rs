@@ -191,7 +191,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let kv_rows = index(self.kv_rows.len());
         self.spec.validate_batch(batch, q_rows, kv_rows)?;
         let layout = &self.layout.of_ranks;
-        layout.validate_batch(&batch, &self.spec.dims, self.ring_index, self.ranks)?;
+        layout.validate_batch(batch, &self.spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(self.ring.spec(), batch, self.grid.groups())?;
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }

@@ -18,9 +18,8 @@ use annulus_core::{Error, Result};
 use annulus_mpi::ffi;
 
 use super::{
-    context::ThreadLevel,
     ffi::{PeerStep, check, count},
-    lifetime::{check_alive, drop_deferred, thread_level, watch},
+    lifetime::{ThreadLevel, check_alive, drop_deferred, thread_level, watch},
 };
 use crate::observed::ObservedClock;
 

@@ -9,21 +9,13 @@
 //! Instead the number of a plan determines its slot, and a plan whose slot is taken on any rank
 //! announces its messages on all. A fatal error ends all plans of an endpoint, because messages of
 //! the plan that failed may still be in flight.
-//!
-//! [`Launch`] initialises and finalises MPI, for a program whose host has not done so.
 
-use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
-    fmt,
-};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use annulus_core::{Channel, Result};
+use annulus_core::Channel;
 
 use super::{
     all_gather::TreeAllGather,
-    ffi,
-    gpu_awareness::{GpuAwareness, GpuRuntime},
-    lifetime::{self, Lifetime, lifetime},
     messages::{Announcement, MpiReceive, QueuedSend, ReceiveStage, SendKey},
     peers::{Departure, Departures},
 };
@@ -145,112 +137,6 @@ impl PlanContext {
         let is_incomplete =
             |round: &u64| self.all_gathers.get(round).is_some_and(TreeAllGather::is_incomplete);
         departure.unfinished.iter().any(is_incomplete)
-    }
-}
-
-/// Threads of a process that may call MPI.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ThreadLevel {
-    /// The process has one thread.
-    Single,
-    /// Only the main thread.
-    Funneled,
-    /// Any thread, one at a time.
-    Serialized,
-    /// Any thread at any time.
-    Multiple,
-}
-
-impl fmt::Display for ThreadLevel {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::Single => "MPI_THREAD_SINGLE",
-            Self::Funneled => "MPI_THREAD_FUNNELED",
-            Self::Serialized => "MPI_THREAD_SERIALIZED",
-            Self::Multiple => "MPI_THREAD_MULTIPLE",
-        })
-    }
-}
-
-/// MPI from initialisation to finalisation: held by `main` of a program under a launcher. Does
-/// nothing if the host program has initialised MPI.
-///
-/// Dropping it finalises MPI if it has initialised it. If the thread panics, it ends the job on all
-/// ranks with status 101 instead, because the other ranks would wait for this one without end. In a
-/// forked child it does nothing.
-///
-/// Below `MPI_THREAD_MULTIPLE` it belongs on the main thread, like every call of MPI.
-#[derive(Debug)]
-pub struct Launch {
-    began: bool,
-}
-
-impl Launch {
-    /// Initialises MPI with the highest thread level that it grants, unless it is initialised.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised already,
-    /// [`annulus_core::Error::Unsupported`] in a forked child of a process that uses MPI,
-    /// [`annulus_core::Error::Comm`] if it fails.
-    pub fn begin() -> Result<Self> {
-        if lifetime() == Lifetime::Alive {
-            lifetime::check_process()?;
-            return Ok(Self { began: false });
-        }
-        lifetime::initialize()?;
-        Ok(Self { began: true })
-    }
-
-    /// Returns true if this has initialised MPI.
-    pub const fn began(&self) -> bool {
-        self.began
-    }
-
-    /// Returns name and version of the MPI library.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Comm`] if MPI fails.
-    pub fn library(&self) -> Result<String> {
-        ffi::library()
-    }
-
-    /// Returns the thread level that MPI has granted.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised.
-    pub fn thread_level(&self) -> Result<ThreadLevel> {
-        lifetime::thread_level()
-    }
-
-    /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
-    /// blocks are staged.
-    pub fn gpu_awareness(&self, runtime: GpuRuntime) -> GpuAwareness {
-        GpuAwareness::of_runtime(runtime)
-    }
-
-    /// Ends the job on all ranks with this status.
-    pub fn abort(&self, status: i32) -> ! {
-        lifetime::abort_job(status)
-    }
-
-    /// Drops this without finalising MPI. For a rank that has lost another one: `MPI_Finalize`
-    /// would wait for it.
-    pub fn abandon(mut self) {
-        self.began = false;
-    }
-}
-
-impl Drop for Launch {
-    fn drop(&mut self) {
-        if lifetime::is_forked() {
-            return;
-        }
-        if self.began && std::thread::panicking() {
-            lifetime::abort_job(101);
-        }
-        if self.began {
-            lifetime::finalize();
-        }
     }
 }
 

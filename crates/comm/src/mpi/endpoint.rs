@@ -16,11 +16,10 @@ use super::{
     circulant::Barrier,
     communicator::MpiCommunicator,
     context::PlanContext,
-    control::LatestWork,
     lifetime::{check_process, is_forked},
     messages::{MessageBuffer, MessageKind, WireTags},
     nodes::{NodeMap, gather_records},
-    peers::{Departure, Peers},
+    peers::{Departure, LatestWork, Peers},
     requests::Requests,
 };
 use crate::staged::Staging;

@@ -9,36 +9,22 @@
 //! A forked child shares the connections of its parent's MPI, so calls there would disturb the
 //! parent. The process in which MPI was alive first is recorded; in its children nothing calls MPI.
 //!
-//! Dropping a handle: see "Lifetime" in the documentation of [`super`]. A handle that was dropped on
-//! a thread which may not call MPI waits for its own thread.
+//! A handle that was dropped on a thread which may not call MPI waits here for its own thread.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
-    collections::BTreeSet,
     ffi::{c_int, c_void},
-    mem, ptr,
+    fmt, ptr,
     sync::{
-        Arc, Mutex, PoisonError,
+        Mutex, PoisonError,
         atomic::{AtomicU8, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
 };
 
 use annulus_core::{Error, HomeProcess, Result};
 use annulus_mpi::ffi;
 
-use super::{
-    Mpi,
-    all_gather::TreeAllGather,
-    circulant::BarrierMessage,
-    communicator::MpiCommunicator,
-    context::ThreadLevel,
-    endpoint::{MpiEndpoint, SharedEndpoint},
-    ffi::{PeerStep, check, check_loaded},
-    frame::{ControlFrame, Leaving},
-    messages::MessageKind,
-};
+use super::ffi::{PeerStep, check, check_loaded};
 
 /// State of MPI in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,6 +145,30 @@ pub(super) fn abort_job(code: i32) -> ! {
     std::process::exit(code)
 }
 
+/// Threads of a process that may call MPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ThreadLevel {
+    /// The process has one thread.
+    Single,
+    /// Only the main thread.
+    Funneled,
+    /// Any thread, one at a time.
+    Serialized,
+    /// Any thread at any time.
+    Multiple,
+}
+
+impl fmt::Display for ThreadLevel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Single => "MPI_THREAD_SINGLE",
+            Self::Funneled => "MPI_THREAD_FUNNELED",
+            Self::Serialized => "MPI_THREAD_SERIALIZED",
+            Self::Multiple => "MPI_THREAD_MULTIPLE",
+        })
+    }
+}
+
 /// Returns the thread level that MPI has granted.
 pub(super) fn thread_level() -> Result<ThreadLevel> {
     check_alive()?;
@@ -231,184 +241,6 @@ unsafe extern "C" fn is_deleted(
     }
     STATE.store(FINALIZED, Ordering::Release);
     ffi::MPI_SUCCESS as c_int
-}
-
-/// Time for which a rank that failed stays to send its last frames and to cancel its receives:
-/// enough for short messages, and short beside the least deadline of 1 s.
-const LAST_FRAMES: Duration = Duration::from_millis(100);
-
-impl Drop for Mpi {
-    fn drop(&mut self) {
-        if is_forked() {
-            // the communicators and messages are those of the parent
-            return mem::forget(Arc::clone(&self.shared));
-        }
-        drop_context(&self.shared, self.context);
-    }
-}
-
-/// Drops a context, and with the last one the endpoint. On a thread that may not use the endpoint,
-/// leaves that to its own thread.
-fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
-    let mut endpoint = shared.lock();
-    if endpoint.is_on_another_thread() {
-        let shared = Arc::clone(shared);
-        defer(move || drop_context(&shared, context));
-        return;
-    }
-    if endpoint.enter().is_err() {
-        return;
-    }
-    match endpoint.leave(context) {
-        Left::PlanContext => {}
-        Left::FailedEndpoint => endpoint.cancel(),
-        Left::MpiEndpoint => {
-            drop(endpoint);
-            if wait_for_all_to_leave(shared) {
-                let mut endpoint = shared.lock();
-                let communicators = [endpoint.data.take(), endpoint.control.take()];
-                communicators.into_iter().flatten().for_each(MpiCommunicator::free);
-            }
-        }
-    }
-}
-
-/// Rest of an endpoint of which a context was dropped.
-enum Left {
-    /// Other contexts.
-    PlanContext,
-    /// The endpoint, which takes part in the barrier.
-    MpiEndpoint,
-    /// The endpoint, which has failed.
-    FailedEndpoint,
-}
-
-/// Waits until every rank has left and nothing is in flight. Only if it returns true may the
-/// communicators be freed.
-fn wait_for_all_to_leave(shared: &SharedEndpoint) -> bool {
-    let started = Instant::now();
-    let mut seen = {
-        let mut endpoint = shared.lock();
-        let messages = endpoint.barrier.enter();
-        if endpoint.send_barrier(messages).is_err() {
-            return false;
-        }
-        endpoint.moves
-    };
-    loop {
-        {
-            let endpoint = shared.lock();
-            // the last frames of neighbours are the only ones that may arrive after the barrier
-            let is_done = endpoint.barrier.is_complete()
-                && endpoint.peers.staying().is_empty()
-                && endpoint.requests.is_empty()
-                && endpoint.contexts.is_empty();
-            if is_done {
-                return !endpoint.has_unmatched;
-            }
-            // a rank that has failed does not enter the barrier
-            if endpoint.peers.has_failed_neighbour()
-                || started.elapsed() >= endpoint.settings.drop_patience
-            {
-                return false;
-            }
-        }
-        if shared.wait(Duration::from_millis(10), &mut seen).is_err() {
-            return false;
-        }
-    }
-}
-
-impl MpiEndpoint {
-    /// Returns true on a thread that may not use this endpoint, while MPI is alive.
-    pub(super) fn is_on_another_thread(&self) -> bool {
-        let data = self.data.as_ref();
-        data.is_some_and(MpiCommunicator::is_on_another_thread) && check_alive().is_ok()
-    }
-
-    /// Removes a context and sends its last frame. The last one takes the endpoint with it, and one
-    /// that is dropped within a call ends the others.
-    fn leave(&mut self, number: u64) -> Left {
-        let Some(context) = self.contexts.get_mut(&number) else { return Left::PlanContext };
-        context.is_open = false;
-        let is_within_a_call = !context.receives.is_empty() || thread::panicking();
-        self.has_unmatched |= !context.early.is_empty();
-        let waiting_for_this: BTreeSet<usize> = context
-            .receives
-            .iter()
-            .map(|receive| receive.header.peer)
-            .chain(context.send_steps.keys().copied())
-            .collect();
-        let has_messages_left = |(_, gather): &(&u64, &TreeAllGather)| gather.has_messages_left();
-        let unfinished = context.all_gathers.iter().filter(has_messages_left);
-        let unfinished = unfinished.map(|(&round, _)| round).collect();
-        let (started, step) = (context.started, context.step);
-        if context.has_unsent() {
-            // what a send needs to complete
-            context.receives.clear();
-            context.early.clear();
-        } else {
-            self.contexts.remove(&number);
-        }
-        let is_last = !self.contexts.values().any(|context| context.is_open);
-        let is_healthy = self.failed.is_none() && !is_within_a_call;
-        let (left, leaving) = match (is_last, is_healthy) {
-            (false, _) => (Left::PlanContext, Leaving::PlanContext),
-            (true, true) => (Left::MpiEndpoint, Leaving::MpiEndpoint),
-            (true, false) => (Left::FailedEndpoint, Leaving::FailedEndpoint),
-        };
-        // the last frame also to neighbours that have left: they may be waiting for it in their
-        // drop
-        let neighbours = if is_last { self.peers.neighbours() } else { self.peers.staying() };
-        let mut peers: BTreeSet<usize> = neighbours.iter().copied().collect();
-        if !is_healthy {
-            peers.extend(waiting_for_this);
-            peers.remove(&self.rank);
-        }
-        let rank = self.rank as u64;
-        let frame = ControlFrame::Leave { context: number, rank, started, leaving, unfinished };
-        for peer in peers {
-            // a rank that does not get it fails at its deadline
-            drop(self.send_to_each([peer], &frame));
-        }
-        if is_last {
-            // frames of contexts that this rank has not created concern the others only
-            self.has_unmatched |= self.contexts.values().any(|context| !context.early.is_empty());
-            self.contexts.retain(|_, context| context.has_unsent());
-            self.next_context = u64::MAX;
-        } else if is_within_a_call && self.failed.is_none() {
-            let what = "a plan that shares this endpoint was dropped within a call".to_owned();
-            self.abort(&Error::Comm { peer: self.rank, step, what });
-        }
-        left
-    }
-
-    /// Sends messages of the barrier.
-    pub(super) fn send_barrier(&mut self, messages: Vec<BarrierMessage>) -> Result<()> {
-        for BarrierMessage { receiver, round } in messages {
-            self.send_to_each([receiver], &ControlFrame::Barrier { round: u64::from(round) })?;
-        }
-        Ok(())
-    }
-
-    /// Cancels the receives of blocks, and advances MPI until they have ended and this rank's
-    /// frames have left. Receives that can no longer be cancelled are leaked with their buffers.
-    fn cancel(&mut self) {
-        let started = Instant::now();
-        let is_receive = |kind: &MessageKind| matches!(kind, MessageKind::DataReceive { .. });
-        let is_awaited =
-            |kind: &MessageKind| is_receive(kind) || matches!(kind, MessageKind::FrameSend { .. });
-        if self.requests.cancel_receives(is_receive).is_err() {
-            return;
-        }
-        let at = PeerStep::of(self.rank);
-        while self.requests.kinds().any(is_awaited) && started.elapsed() < LAST_FRAMES {
-            if self.requests.test(at).is_err() {
-                return;
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
 }
 
 /// Drops a handle, or defers it again on a thread that is not the handle's.

@@ -135,10 +135,12 @@ mod context;
 mod control;
 #[cfg(feature = "cuda")]
 mod device;
+mod drop;
 mod endpoint;
 mod ffi;
 mod frame;
 mod gpu_awareness;
+mod launch;
 mod lifetime;
 mod messages;
 mod nodes;
@@ -155,9 +157,9 @@ use annulus_core::{Error, Result};
 pub use self::device::DeviceMpi;
 pub use self::{
     communicator::Timeout,
-    context::Launch,
-    context::ThreadLevel,
     gpu_awareness::{GpuAwareness, GpuRuntime},
+    launch::Launch,
+    lifetime::ThreadLevel,
     nodes::FirstRanks,
     nodes::{NodeMap, RankLocation},
 };

@@ -29,8 +29,7 @@ use annulus_plan::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 
 use super::{
     block_parts::MAX_PARTS,
-    blocks::GroupPace,
-    plan::{Agreed, RingPlan},
+    plan::{Agreed, GroupPace, RingPlan},
     program::RankStep,
 };
 

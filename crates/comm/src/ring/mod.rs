@@ -26,6 +26,7 @@ pub(crate) mod check;
 pub(crate) mod describe;
 mod final_gradients;
 pub(crate) mod in_flight;
+mod leaf_owners;
 mod one_pass;
 mod plan;
 pub(crate) mod planning;

@@ -12,8 +12,8 @@ use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule
 use super::{
     Ring,
     block_parts::SplitSize,
+    leaf_owners::LeafOwners,
     program::{MessageGroup, RankProgram, RankStep, RecordSizes},
-    reduce::LeafOwners,
     tail_overlap,
 };
 
@@ -343,4 +343,35 @@ pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<RingS
         }
     }
     Ok(RingShards { q: order.by_ring_index(gathered.q), kv: order.by_ring_index(gathered.kv) })
+}
+
+/// When groups are posted.
+#[derive(Clone, Copy)]
+pub(super) struct GroupPace {
+    /// Steps by which a receive is posted ahead, at least 1.
+    pub(super) ahead: usize,
+    /// True if a group is posted whole, and after those before it.
+    pub(super) whole_groups: bool,
+    /// True if the route sends from the local block in later steps than step 0.
+    pub(super) keeps_local: bool,
+}
+
+impl GroupPace {
+    /// Returns the pace of a pass whose only messages are blocks.
+    pub(super) fn new(agreed: &Agreed) -> Self {
+        let &Agreed { receive_ahead: ahead, groups_in_order: whole_groups, .. } = agreed;
+        let keeps_local = agreed.route.keeps_local(agreed.order.ranks().len());
+        Self { ahead, whole_groups, keeps_local }
+    }
+
+    /// Returns the pace of a pass that also sends gradients: their groups follow those of blocks,
+    /// so where the order counts, none of these comes early.
+    pub(super) const fn with_gradients(self) -> Self {
+        Self { ahead: if self.whole_groups { 1 } else { self.ahead }, ..self }
+    }
+
+    /// Returns true if no step, but buffers alone, bound how far ahead groups are posted.
+    pub(super) const fn is_unbounded(self) -> bool {
+        self.keeps_local && !self.whole_groups
+    }
 }

@@ -261,7 +261,7 @@ impl<B: Backend> Ring<B> {
     pub(crate) fn check_batch(&self, batch: &Batch) -> Result<()> {
         let Agreed { spec, layout, .. } = &self.agreed;
         spec.validate_batch(batch, self.shard.queries.len(), self.shard.keys.len())?;
-        layout.validate_batch(&batch, &spec.dims, self.ring_index, self.ranks)?;
+        layout.validate_batch(batch, &spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(spec, batch, self.ranks)?;
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }

@@ -51,13 +51,12 @@ use crate::profiler::span;
 
 use super::{
     Ring, block_parts,
-    blocks::GroupPace,
     blocks::{Blocks, circulate},
     buffers::GradientStock,
     final_gradients::FinalGradients,
     in_flight::InFlight,
     one_pass::{OnePass, Sums},
-    plan::RingPlan,
+    plan::{GroupPace, RingPlan},
     program,
     step_events::{CirculationKind, PassKind},
 };

@@ -259,7 +259,7 @@ fn forward(plan: &mut Plan) -> Result<Array4<f32>> {
 
 #[test]
 fn a_rank_that_is_busy_between_two_calls_for_two_deadlines_fails_nothing() {
-    let results = on_two(&Attention::new(), |rank, mut plan| {
+    let results = on_two(Attention::new(), |rank, mut plan| {
         let first = forward(&mut plan)?;
         if rank == 1 {
             thread::sleep(DEADLINE * 2);

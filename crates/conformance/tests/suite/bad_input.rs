@@ -62,7 +62,7 @@ fn dims_without_meaning() {
         ("kv_len", Dims { kv_len: 1 << 60, ..DIMS }),
     ];
     for (argument, dims) in cases {
-        plans(&Attention::new(), dims)
+        plans(Attention::new(), dims)
             .into_iter()
             .for_each(|plan| refused(&format!("{dims:?}"), argument, plan));
     }
@@ -180,7 +180,7 @@ fn batches_that_do_not_fit() {
         ),
     ];
     for (number, (argument, batch)) in cases.iter().enumerate() {
-        for plan in plans(&Attention::new(), DIMS) {
+        for plan in plans(Attention::new(), DIMS) {
             let mut plan = plan.unwrap();
             refused(&format!("case {number}"), argument, plan.update(batch));
             works(&mut plan);
@@ -194,7 +194,7 @@ fn batches_that_do_not_fit() {
         ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[0, 6]), ..batch() }),
     ];
     for (argument, batch) in cases {
-        plans(&Attention::new(), unequal)
+        plans(Attention::new(), unequal)
             .into_iter()
             .for_each(|plan| refused("one side only", argument, plan.unwrap().update(&batch)));
     }
@@ -257,7 +257,7 @@ fn tensors_that_do_not_fit() {
     let other_bias = Array4::<f32>::zeros((1, 1, 6, 5));
     let bias = Array4::<f32>::zeros((1, 1, 6, 6));
     let sinks = Array2::<f32>::zeros((1, 2));
-    for plan in plans(&Attention::new(), DIMS) {
+    for plan in plans(Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
         refused("q of another length", "q", plan.forward(&Tensors::new(q.view(), good.k, good.v)));
         refused("k of other heads", "k", plan.forward(&Tensors::new(good.q, k.view(), good.v)));
@@ -282,8 +282,7 @@ fn tensors_that_do_not_fit() {
         );
         works(&mut plan);
     }
-    for plan in
-        plans(&Attention::new().bias([1, 1, 6, 6]).softmax_aux(SinkShape::per_head(2)), DIMS)
+    for plan in plans(Attention::new().bias([1, 1, 6, 6]).softmax_aux(SinkShape::per_head(2)), DIMS)
     {
         let mut plan = plan.unwrap();
         refused("no bias", "bias", plan.forward(&good.clone().with_softmax_aux(per_head.view())));
@@ -309,7 +308,7 @@ fn tensors_that_do_not_fit() {
 fn gradients_that_do_not_fit() {
     let whole = Whole::new();
     let good = whole.tensors();
-    for plan in plans(&Attention::new(), DIMS) {
+    for plan in plans(Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
         let forward = plan.forward(&good).unwrap();
         let dout = Array4::<f32>::zeros((2, 6, 4, 3));
@@ -339,7 +338,7 @@ fn gradients_that_do_not_fit() {
         );
         works(&mut plan);
     }
-    for plan in plans(&Attention::new().unnormalized(true), DIMS) {
+    for plan in plans(Attention::new().unnormalized(true), DIMS) {
         let mut plan = plan.unwrap();
         let mut forward = plan.forward(&good).unwrap();
         forward.ties = None;
@@ -347,7 +346,7 @@ fn gradients_that_do_not_fit() {
         forward.max = None;
         refused("no max", "max", plan.backward(&good, &forward, whole.dout.view(), None));
     }
-    for plan in plans(&Attention::new().forward_only(true), DIMS) {
+    for plan in plans(Attention::new().forward_only(true), DIMS) {
         let mut plan = plan.unwrap();
         let forward = plan.forward(&good).unwrap();
         refused(
