@@ -1,4 +1,5 @@
-//! Gives the shared library its SONAME, the name under which the loader of a linked program searches for it.
+//! Gives the shared library its SONAME, the name under which the loader of a linked program
+//! searches for it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

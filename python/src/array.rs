@@ -1,5 +1,6 @@
-//! Views of arrays that Python owns, made from `__array_interface__` or `DeviceArray`, and the checks that make them
-//! sound: element type, alignment, strides, writability, and that no output overlaps anything.
+//! Views of arrays that Python owns, made from `__array_interface__` or `DeviceArray`, and the
+//! checks that make them sound: element type, alignment, strides, writability, and that no output
+//! overlaps anything.
 
 #[cfg(feature = "cuda")]
 use annulus::backend::cuda::device::{CudaView, CudaViewMut};
@@ -153,8 +154,8 @@ impl<'py> Array<'py> {
         // SAFETY:
         // - the array interface names memory of `shape` and `strides` at `address`, which lives as
         //   long as `object`, to which `self` holds a reference for the life of the view;
-        // - `check` has compared element size, alignment, divisibility of the strides and the number
-        //   of elements, and every bit pattern is a `T`;
+        // - `check` has compared element size, alignment, divisibility of the strides and the
+        //   number of elements, and every bit pattern is a `T`;
         // - `ascending` has made the strides non-negative and moved the address to match;
         // - nobody writes it: no output of the call overlaps it (`Outputs::check`), and a Python
         //   thread that writes an array during a call races, as with NumPy's own functions.

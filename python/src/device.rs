@@ -527,8 +527,8 @@ static GPUS: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
 /// Process that uses [`GPUS`]: its forked children can use no GPU, and may find the lock taken.
 static HOME: HomeProcess = HomeProcess::unused();
 
-/// Borrows a stream of a GPU, in the GPU's primary context, which is that of the CUDA runtime and so
-/// of torch, JAX and CuPy.
+/// Borrows a stream of a GPU, in the GPU's primary context, which is that of the CUDA runtime and
+/// so of torch, JAX and CuPy.
 fn borrowed_stream(number: usize, stream: usize) -> Result<Stream> {
     HOME.check("a GPU")?;
     let symbols = Symbols::system()?;

@@ -604,8 +604,8 @@ unsafe fn view_mut<'a, T: Plain, D: Dimension>(
     array.as_ref().map(|array| unsafe { array.view_mut() }).transpose()
 }
 
-/// Returns the given layout, the one that the mask chooses for `ranks` ranks, or the balanced one of
-/// a batch; and the rows of `rank` in it with their positions. Plans nothing.
+/// Returns the given layout, the one that the mask chooses for `ranks` ranks, or the balanced one
+/// of a batch; and the rows of `rank` in it with their positions. Plans nothing.
 #[pyfunction]
 pub(crate) fn shard<'py>(
     py: Python<'py>,

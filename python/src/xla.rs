@@ -1,9 +1,9 @@
 //! The function that XLA's CPU runtime calls for attention in a compiled JAX program.
 //!
 //! XLA passes a call frame: buffers, and the attribute `call`, a text that `annulus/jax.py` wrote.
-//! The handler takes the GIL and gives both to `annulus.jax._execute`, with the buffers as arrays in
-//! place. The declarations follow XLA's stable C interface (`xla/ffi/api/c_api.h`, version 0.1), in
-//! which later versions append fields and never move them.
+//! The handler takes the GIL and gives both to `annulus.jax._execute`, with the buffers as arrays
+//! in place. The declarations follow XLA's stable C interface (`xla/ffi/api/c_api.h`, version 0.1),
+//! in which later versions append fields and never move them.
 
 use std::{
     ffi::{CString, c_int},

@@ -85,7 +85,10 @@ impl FromStr for BackendName {
 ///
 /// # Examples
 /// ```
-/// use annulus::{Attention, Dims, Division, LocalRing, Runtime, Tensors, backend::{AnyBackend, BackendName}};
+/// use annulus::{
+///     Attention, Dims, Division, LocalRing, Runtime, Tensors,
+///     backend::{AnyBackend, BackendName},
+/// };
 /// use ndarray::Array4;
 ///
 /// let name: BackendName = "cpu".parse()?; // of a flag or a configuration file

@@ -379,9 +379,9 @@ impl Cache {
 
     /// Returns the payload bytes that this rank sends in a call with `queries` queries.
     ///
-    /// By default they are (ranks − 1) · rows · (value_dim elements, maximum and sum), where rows is
-    /// batch · queries · q_heads, and it receives as many. In the reproducible order it sends, of
-    /// its pages that the queries of a round attend to, and its rows / ranks rows:
+    /// By default they are (ranks − 1) · rows · (value_dim elements, maximum and sum), where rows
+    /// is batch · queries · q_heads, and it receives as many. In the reproducible order it sends,
+    /// of its pages that the queries of a round attend to, and its rows / ranks rows:
     ///
     /// ```text
     /// (rows − own rows) · own pages · (value_dim + 2) accumulators

@@ -126,7 +126,10 @@ impl Division {
     /// three times in a ring, and once in a ring over groups, which are the nodes. The ranks of a
     /// node then divide the keys.
     /// ```
-    /// use annulus::{Attention, DType, Dims, Division, LocalRing, Strategy, planning::{ComputeRate, Link, Machine}};
+    /// use annulus::{
+    ///     Attention, DType, Dims, Division, LocalRing, Strategy,
+    ///     planning::{ComputeRate, Link, Machine},
+    /// };
     ///
     /// let link = |bandwidth| Some(Link { latency: 1e-6, bandwidth });
     /// let machine = Machine {

@@ -512,13 +512,14 @@ impl<S: Space> Plan<S> {
         self.engine.facts().kv_rows()
     }
 
-    /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`](crate::Attention::reproducible)).
+    /// Returns the fingerprint of this rank's arithmetic
+    /// ([`Attention::reproducible`](crate::Attention::reproducible)).
     pub fn numerics(&self) -> &str {
         self.engine.facts().numerics()
     }
 
     /// Refuses the call that the other ranks make, on a rank that cannot make it, as
-    /// [`crate::Ring::refuse`].
+    /// [`crate::comm::ring::Ring::refuse`].
     ///
     /// # Ordering
     /// Collective, in place of the call.
@@ -630,19 +631,19 @@ impl<S: Space> Plan<S> {
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged, as
-    /// [`crate::Ring::leaf_bytes`]; 0 unless the order is reproducible.
+    /// [`crate::comm::ring::Ring::leaf_bytes`]; 0 unless the order is reproducible.
     pub fn leaf_bytes(&self) -> u64 {
         self.engine.facts().leaf_bytes()
     }
 
     /// Returns the blocks that this rank computes on in a forward and a backward pass, as
-    /// [`crate::Ring::blocks_computed`].
+    /// [`crate::comm::ring::Ring::blocks_computed`].
     pub fn blocks_computed(&self) -> [usize; 2] {
         self.engine.facts().blocks_computed()
     }
 
-    /// Derives the schedule of keys and values, as [`crate::Ring::schedule`]. With a grid, the
-    /// schedule of the ring over the groups, for this rank's heads and key column.
+    /// Derives the schedule of keys and values, as [`crate::comm::ring::Ring::schedule`]. With a
+    /// grid, the schedule of the ring over the groups, for this rank's heads and key column.
     pub fn schedule(&self) -> Schedule {
         self.engine.facts().schedule()
     }

@@ -15,7 +15,10 @@ use crate::backend::AnyBackend;
 ///
 /// # Examples
 /// ```
-/// use annulus::{Attention, Dims, Division, LocalRing, Runtime, backend::{AnyBackend, BackendName}};
+/// use annulus::{
+///     Attention, Dims, Division, LocalRing, Runtime,
+///     backend::{AnyBackend, BackendName},
+/// };
 /// use std::time::Duration;
 ///
 /// let backend = AnyBackend::open(BackendName::Cpu, None, 2)?; // two threads each
@@ -93,7 +96,8 @@ impl Runtime {
 
     /// Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
     /// have not made it, at least 1 s. Default: no limit, because a rank whose program is busy
-    /// elsewhere has not failed; in a [`LocalRing`](crate::LocalRing), whose ranks begin together, the deadline.
+    /// elsewhere has not failed; in a [`LocalRing`](crate::LocalRing), whose ranks begin together,
+    /// the deadline.
     ///
     /// A pass or an update that ends at this deadline returns [`Error::ArrivalTimeout`]. It has
     /// changed nothing, and this rank makes the same call again. Ranks that enter meanwhile count
@@ -120,9 +124,9 @@ impl Runtime {
     /// Calls `hook` with every activity of a pass: tiles of a block, messages, waits
     /// ([`StepEvent`]).
     ///
-    /// It is called on the thread of the rank, by several ranks of a [`LocalRing`](crate::LocalRing) at once, between
-    /// tiles and messages, so a slow hook delays the ring. A hook that panics ends the plan.
-    /// Default: no hook, and then no clock is read.
+    /// It is called on the thread of the rank, by several ranks of a
+    /// [`LocalRing`](crate::LocalRing) at once, between tiles and messages, so a slow hook delays
+    /// the ring. A hook that panics ends the plan. Default: no hook, and then no clock is read.
     ///
     /// # Examples
     /// ```

@@ -13,8 +13,8 @@
 //!
 //! Ranks that are late at random: no rank waits forever, and no bit changes.
 //!
-//! And a caller's mask that panics on one rank: every rank returns an error without delay, and later
-//! calls of the plan return `Error::Poisoned`.
+//! And a caller's mask that panics on one rank: every rank returns an error without delay, and
+//! later calls of the plan return `Error::Poisoned`.
 
 use std::{
     sync::{

@@ -208,8 +208,9 @@ impl Variant {
 
     /// Rows of the largest KV tile of these kernels, at multiples of which the ring splits a block
     /// into up to four parts. Other tiles that are powers of two are then whole, too. Tiles of 176
-    /// or 80 keys are not multiples of those of the backward pass, which then has up to three partial tiles
-    /// more, in the last block that a rank receives: of 8,192 keys and 128 dims 66 tiles instead of
+    /// or 80 keys are not multiples of those of the backward pass, which then has up to three
+    /// partial tiles more, in the last block that a rank receives: of 8,192 keys and 128 dims 66
+    /// tiles instead of
     /// 64. Parts of whole backward tiles would cost the forward pass as much: 48 tiles instead of
     /// 47.
     pub(crate) fn kv_tile(variants: [Self; 2]) -> u64 {

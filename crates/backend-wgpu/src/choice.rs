@@ -124,8 +124,8 @@ pub enum QueryTileSize {
 /// Vendors of the GPUs on which tiles of 64 queries were measured to be right and faster: NVIDIA,
 /// whose H200 took 0.59 to 0.82 of the time (benches/record/wgpu.md).
 ///
-/// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because fewer
-/// workgroups fit workgroup memory (benches/record/wgpu-compilers.md).
+/// By RADV's estimate AMD's gain 2 to 5 % without a bias and lose up to 30 % with one, because
+/// fewer workgroups fit workgroup memory (benches/record/wgpu-compilers.md).
 const MEASURED: &[u32] = &[0x10de];
 
 /// Largest head and value dim of tiles of 64 queries by default. Beyond it matrices hold Q no

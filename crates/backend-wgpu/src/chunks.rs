@@ -52,8 +52,8 @@ fn tiles_per_workgroup(
     planes * tiles.div_ceil(TILE)
 }
 
-/// Upper bound of loop iterations per tile: a product has at most 33 per 32 elements of its vectors,
-/// and each dim at most three products.
+/// Upper bound of loop iterations per tile: a product has at most 33 per 32 elements of its
+/// vectors, and each dim at most three products.
 const fn loop_steps_per_tile(spec: &Spec) -> u64 {
     let groups = TileVariant::groups(spec.dims.head_dim) + TileVariant::groups(spec.dims.value_dim);
     128 + 2 * 100 * groups as u64

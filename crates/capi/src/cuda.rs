@@ -62,8 +62,8 @@ pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
 }
 
 /// Lets keys, values and gradients travel over an NCCL communicator of the host's, after
-/// [`annulus_attention_set_cuda_stream`]. Its ranks are those of the plan, which still needs MPI for
-/// control messages.
+/// [`annulus_attention_set_cuda_stream`]. Its ranks are those of the plan, which still needs MPI
+/// for control messages.
 ///
 /// The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
 /// host. It lives until all plans of this attention are destroyed, and is used by one of them at a

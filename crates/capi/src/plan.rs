@@ -555,11 +555,12 @@ pub unsafe extern "C" fn annulus_plan_numerics(
 /// Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
 ///
 /// Counted are the message buffers of the ring (blocks of keys, values and queries, and their
-/// gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
-/// memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
-/// they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
-/// visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions,
-/// the schedule, stacks of threads, and rows that an in-process ring copies during a pass.
+/// gradients in flight) and the memory of the kernels: accumulators, row statistics, and the
+/// scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
+/// On a GPU they are in its memory, with a copy of the tensors. The first pass of each kind adds
+/// lists of visible keys, or these copies; later passes add nothing. Not counted: row numbers and
+/// positions, the schedule, stacks of threads, and rows that an in-process ring copies during a
+/// pass.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.

@@ -7,11 +7,11 @@
 //! of a transfer once its copy has completed. As long as a copy waits for the kernels before it,
 //! this rank works, and sends heartbeats that say so.
 //!
-//! [`DeviceHeartbeat`]: a ring does not wait for kernels: it waits for transfers, and these wait for the kernels that
-//! write what is sent or read the buffer of a receive. A kernel may take longer than the deadline.
-//! So a transport of device memory sends heartbeats of a rank that works as long as one of its
-//! transfers waits for the device. No deadline of the ring then ends the wait for a device that
-//! hangs; the bound of the device does.
+//! `DeviceHeartbeat`: a ring does not wait for kernels: it waits for transfers, and these wait for
+//! the kernels that write what is sent or read the buffer of a receive. A kernel may take longer
+//! than the deadline. So a transport of device memory sends heartbeats of a rank that works as long
+//! as one of its transfers waits for the device. No deadline of the ring then ends the wait for a
+//! device that hangs; the bound of the device does.
 
 use std::{
     ops::ControlFlow,

@@ -68,7 +68,7 @@ pub trait Subject {
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>>;
 }
 
-/// The facade on whole tensors: [`Attention`] → [`LocalRing`], one CPU thread a rank.
+/// The facade on whole tensors: [`Setup`] → [`LocalRing`], one CPU thread a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Facade;
 

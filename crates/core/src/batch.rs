@@ -166,8 +166,8 @@ impl Batch {
         }
     }
 
-    /// Checks that segment ids of one side alone can be used for both: a rank must own the same rows
-    /// of both sides.
+    /// Checks that segment ids of one side alone can be used for both: a rank must own the same
+    /// rows of both sides.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the ids that were given.

@@ -10,7 +10,8 @@ use ndarray::{ArrayView3, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis, Slice}
 
 use crate::{DType, Element, Error, HostView, HostViewMut, Result};
 
-/// Consecutive rows of a rank that are consecutive in a larger tensor, such as the rows of its group.
+/// Consecutive rows of a rank that are consecutive in a larger tensor, such as the rows of its
+/// group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowSegment {
     /// Index of the first row in the larger tensor.

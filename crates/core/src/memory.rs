@@ -34,8 +34,8 @@ pub fn list<T>(what: &str, len: usize) -> Result<Vec<T>> {
 
 /// Checks that a mapping of `bytes` bytes succeeds, by making and removing one.
 ///
-/// A thread maps its stack and its signal stack, and ends the process if the second mapping fails. A
-/// list does not show whether they would succeed: the allocator may take it from memory that was
+/// A thread maps its stack and its signal stack, and ends the process if the second mapping fails.
+/// A list does not show whether they would succeed: the allocator may take it from memory that was
 /// freed but is still mapped.
 ///
 /// # Errors

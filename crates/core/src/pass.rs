@@ -94,7 +94,8 @@ pub struct Outputs<V> {
 /// all of it at −10⁹, which programs add to scores to mask them.
 ///
 /// ⟨dout, out⟩ is a small difference of large terms where all keys share a large component, and out
-/// in 16 bits has lost that difference. With `out_residual` it is ⟨dout, out⟩ + ⟨dout, out_residual⟩.
+/// in 16 bits has lost that difference. With `out_residual` it is ⟨dout, out⟩ + ⟨dout,
+/// out_residual⟩.
 #[derive(Debug, Clone, Copy)]
 pub struct BackwardInputs<V> {
     /// Inputs of the forward pass.

@@ -1,8 +1,8 @@
 //! Memory spaces: the type of memory that the backend and the transport of one rank have in common.
 //!
 //! A device with memory of its own adds tensors that are copied from and to the host
-//! ([`DeviceSpace`](crate::DeviceSpace)), and blocks that are staged through host memory for a host transport
-//! ([`StagedSpace`](crate::StagedSpace)).
+//! ([`DeviceSpace`](crate::DeviceSpace)), and blocks that are staged through host memory for a host
+//! transport ([`StagedSpace`](crate::StagedSpace)).
 
 use std::{any::Any, ops::Range, sync::Arc};
 

@@ -52,7 +52,8 @@ impl MessageHeader {
 pub struct AgreedLengths(());
 
 impl AgreedLengths {
-    /// Returns the proof if the [`MessageBalance::sum`](crate::MessageBalance::sum)s of all ranks add up to `total` = 0.
+    /// Returns the proof if the [`MessageBalance::sum`](crate::MessageBalance::sum)s of all ranks
+    /// add up to `total` = 0.
     /// `total` must come from an all-gather: a transport may write past a buffer where a message is
     /// longer than its receive.
     pub fn of_total(total: u64) -> Option<Self> {

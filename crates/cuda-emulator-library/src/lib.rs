@@ -1,4 +1,5 @@
-//! The emulated CUDA driver and NVRTC as a shared library. Linked under the names `libcuda.so.1` and
+//! The emulated CUDA driver and NVRTC as a shared library. Linked under the names `libcuda.so.1`
+//! and
 //! `libnvrtc.so.13` into a folder of `LD_LIBRARY_PATH`, it tests a program that was built for real
 //! GPUs, and whatever calls the driver beside it. It has none of NCCL.
 

@@ -291,8 +291,8 @@ impl Device {
         self.0.driver.call_unchecked(call)
     }
 
-    /// Records the failure of a driver function, as [`Device::fail`]; in a forked child, whose calls
-    /// the driver refuses, returns that as the error.
+    /// Records the failure of a driver function, as [`Device::fail`]; in a forked child, whose
+    /// calls the driver refuses, returns that as the error.
     pub(crate) fn fail_in(&self, name: &str, error: CUresult) -> Error {
         self.check_process().err().unwrap_or_else(|| self.fail(driver_error(name, error)))
     }

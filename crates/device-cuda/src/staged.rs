@@ -5,10 +5,10 @@
 //! download    device buffer ──ready──▶ copy stream ──▶ staging buffer
 //! upload      staging buffer ──last use of the target──▶ copy stream ──▶ device buffer
 //! ```
-//! Staging buffers are pinned, and the transport sends from them and receives into them, so the host
-//! copies nothing. The copies overlap kernels because they have a stream of their own. They are
-//! asynchronous because the memory is pinned: a copy from or to pageable memory blocks the calling
-//! thread.
+//! Staging buffers are pinned, and the transport sends from them and receives into them, so the
+//! host copies nothing. The copies overlap kernels because they have a stream of their own. They
+//! are asynchronous because the memory is pinned: a copy from or to pageable memory blocks the
+//! calling thread.
 //!
 //! Copies of several byte ranges of a buffer to the front of another one, or back, in one launch:
 //! `copy_ranges` of `records.cuh` of annulus-cuda.

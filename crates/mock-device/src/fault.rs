@@ -78,7 +78,7 @@ pub enum Injection {
     },
 }
 
-/// A transport with injected faults. See the [module](self).
+/// A transport with injected faults.
 #[derive(Debug)]
 pub struct Fault<T> {
     inner: T,

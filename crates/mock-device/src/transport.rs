@@ -1,8 +1,8 @@
 //! Transports for the memory of the mock device.
 //!
 //! [`DeviceTransport`] copies from one device to another without a host buffer. A send posts a
-//! handle, the ranges and the event after which they may be read. The receiver polls that event. Its
-//! own device then queues the write to the posted receive, and the event of that work is the
+//! handle, the ranges and the event after which they may be read. The receiver polls that event.
+//! Its own device then queues the write to the posted receive, and the event of that work is the
 //! arrival's. Control messages go over a ring of threads.
 //!
 //! [`StagedSpace`] is for [`annulus_comm::Staged`]: copies that are started, then polled.

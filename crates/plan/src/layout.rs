@@ -238,7 +238,8 @@ impl Layout {
 
 impl Layout {
     /// Checks that every shard of a custom or balanced layout consists of whole leaves of `rows`
-    /// rows, each in ascending order; the last leaf of the sequence, which may be shorter, ends its shard.
+    /// rows, each in ascending order; the last leaf of the sequence, which may be shorter, ends its
+    /// shard.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `layout`.

@@ -443,9 +443,9 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
             let [k, v] = [&self.k, &self.v].map(|of| of.plane(coord.batch, task.kv_head));
             geometry.pack_strip(k, coord.keys.clone(), coord.width, k_strip);
             geometry.pack_strip(v, coord.keys.clone(), coord.width, v_strip);
-            // values only: keys were read when the panel of the key block was packed. Under a causal
-            // mask strips ascend within the first tile; under a window a tile has one strip more,
-            // before those of the last
+            // values only: keys were read when the panel of the key block was packed. Under a
+            // causal mask strips ascend within the first tile; under a window a tile has one strip
+            // more, before those of the last
             let next = if coord.keys.end < task.keys.end && !filled[coord.strip + 1] {
                 coord.keys.end..task.keys.end.min(coord.keys.end + coord.width)
             } else {

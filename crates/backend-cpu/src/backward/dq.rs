@@ -122,7 +122,8 @@ impl<E: TileInput<Accumulator: Summed>> DqPass<'_, E> {
         }
     }
 
-    /// Adds the contributions of all leaves of the block to one task, in the reproducible order: see
+    /// Adds the contributions of all leaves of the block to one task, in the reproducible order:
+    /// see
     /// `forward/leaves.rs`.
     fn accumulate_leaves(
         &self,

@@ -6,7 +6,8 @@
 //! avx512:  #[target_feature(enable = …)] fn { kernel.run::<FUSED, ROWS, VECTORS, WIDTH>() }
 //! ```
 //! Hot loops are generic bodies, compiled once per instruction set. An [`ArrayKernel`] works on
-//! fixed-size arrays that the compiler vectorises. A [`SimdKernel`], for the hottest loops, works on
+//! fixed-size arrays that the compiler vectorises. A [`SimdKernel`], for the hottest loops, works
+//! on
 //! [`Vector`]s that stay in registers. An [`IsaToken`] proves that the machine has the
 //! instructions: its only constructor checks the processor.
 //!
@@ -77,8 +78,8 @@ impl IsaToken {
     /// Returns the maximum width of a register tile in vectors.
     ///
     /// 4 × 4 or 8 × 2 accumulators of 512 bits take 16 of AVX-512's 32 registers. Elsewhere a
-    /// 64-byte vector takes two registers (AVX2) or four (NEON), so that 6 × 1 vectors take 12 of 16
-    /// and 4 × 1 vectors 16 of 32. AVX2 needs more than 8 chains to hide the latency of its two
+    /// 64-byte vector takes two registers (AVX2) or four (NEON), so that 6 × 1 vectors take 12 of
+    /// 16 and 4 × 1 vectors 16 of 32. AVX2 needs more than 8 chains to hide the latency of its two
     /// multiply-adds a cycle (4 cycles).
     pub(crate) const fn max_vectors(self) -> usize {
         match self.isa {

@@ -94,8 +94,8 @@ impl<A: Real> DsTile<A> {
         }
     }
 
-    /// Returns the range of elements of a row that holds the visible keys of the rows `rows`. Around
-    /// it dS is 0, so that leaving it out changes no bit of a sum.
+    /// Returns the range of elements of a row that holds the visible keys of the rows `rows`.
+    /// Around it dS is 0, so that leaving it out changes no bit of a sum.
     fn keys(&self, rows: Range<usize>) -> Range<usize> {
         if self.stride != TILE {
             return 0..self.stride;

@@ -71,7 +71,8 @@ pub(crate) struct Geometry {
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, token: IsaToken) -> Self {
-        // pairs of keys are adjacent rows of a block, which the reproducible order must not depend on
+        // pairs of keys are adjacent rows of a block, which the reproducible order must not depend
+        // on
         let bf16_pairs = matches!(token.isa(), Isa::Avx512Bf16)
             && matches!(spec.dtype, DType::Bf16)
             && spec.leaf_rows.is_none();

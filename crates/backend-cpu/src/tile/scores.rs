@@ -68,8 +68,8 @@ impl<A: Real> Scores<'_, A> {
 
     /// Replaces the products in the visible rows of `tile` by scores / [`Scores::deferred_scale`].
     ///
-    /// Forward: masked pairs become −∞. Backward, where `soft_cap_slope` is given: writes ∂s/∂x to it
-    /// if [`Scores::has_soft_cap_slope`] (0 for masked pairs); scores of masked pairs are
+    /// Forward: masked pairs become −∞. Backward, where `soft_cap_slope` is given: writes ∂s/∂x to
+    /// it if [`Scores::has_soft_cap_slope`] (0 for masked pairs); scores of masked pairs are
     /// unspecified, because the kernel of score gradients replaces theirs by 0. `extra` is scratch.
     pub(crate) fn finish(
         &self,

@@ -1,5 +1,5 @@
-//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass, masks,
-//! score options, and numbers that are not finite.
+//! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass,
+//! masks, score options, and numbers that are not finite.
 
 use std::{sync::Arc, time::Duration};
 

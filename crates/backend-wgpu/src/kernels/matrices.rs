@@ -28,9 +28,9 @@ pub(crate) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n
 /// 65,504, so there is no overflow.
 const PROB_SCALE: f32 = 1024.0;
 
-/// Distance of rows of `products` on devices with several subgroup sizes, as AMD's have, which store
-/// rows of 16 elements: two rows share banks at either distance. By RADV a SIMD of navi31 has 8
-/// subgroups of most kernels up to dim 128 with this one and 6 with the other, which takes more
+/// Distance of rows of `products` on devices with several subgroup sizes, as AMD's have, which
+/// store rows of 16 elements: two rows share banks at either distance. By RADV a SIMD of navi31 has
+/// 8 subgroups of most kernels up to dim 128 with this one and 6 with the other, which takes more
 /// workgroup memory.
 const NARROW_PRODUCT_STEP: usize = ROW_STEP;
 

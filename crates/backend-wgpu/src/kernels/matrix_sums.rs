@@ -10,10 +10,10 @@
 //! ```
 //!
 //! In partial tiles non-finite elements are replaced by 0 in the matrices, where 0 · NaN would
-//! reach rows that do not attend to them; a scalar fix-up then adds them for the queries that do. So
-//! masked elements change no bit. In full tiles all rows attend to them. An invocation tests the sum
-//! of the elements that it stores, which any that is not finite makes infinite or NaN. If finite
-//! ones overflow, the fix-up finds none.
+//! reach rows that do not attend to them; a scalar fix-up then adds them for the queries that do.
+//! So masked elements change no bit. In full tiles all rows attend to them. An invocation tests the
+//! sum of the elements that it stores, which any that is not finite makes infinite or NaN. If
+//! finite ones overflow, the fix-up finds none.
 
 use std::{fmt::Write, ops::Range};
 

@@ -20,8 +20,8 @@ pub struct KernelText {
 }
 
 impl KernelText {
-    /// Generates the kernels of both passes at level plain and, for f16, with matrices, for one type
-    /// and one dim of heads and values; empty for f64. Dims above 128, and decoding, with the
+    /// Generates the kernels of both passes at level plain and, for f16, with matrices, for one
+    /// type and one dim of heads and values; empty for f64. Dims above 128, and decoding, with the
     /// simplest and the most general epilogue only. Matrices with [`RegisterTile::FourRows`] only,
     /// for tiles of 32 queries.
     pub fn of_passes(dtype: DType, dim: usize, register_tile: RegisterTile) -> Vec<Self> {

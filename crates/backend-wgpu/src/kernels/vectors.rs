@@ -40,9 +40,9 @@ impl Vectors {
         if self.rows == "keys" { "kv_head" } else { "head" }
     }
 
-    /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and `NAME_four`,
-    /// four elements of a row from element `c` on; kernels with matrices have `NAME_halves`, the
-    /// same in f16. Offsets count elements, or fours of them.
+    /// Generates `NAME_row`, the offset of a row, `NAME_last`, that of the last row, and
+    /// `NAME_four`, four elements of a row from element `c` on; kernels with matrices have
+    /// `NAME_halves`, the same in f16. Offsets count elements, or fours of them.
     ///
     /// Without branches: rows and elements beyond the chunk and the vector are clamped. A branch
     /// around each load would make the invocation wait for it before the next one. Pairs of rows
@@ -194,8 +194,8 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         (declared, (0..rows / tile.load_step()).map(row).collect())
     }
 
-    /// Expressions for the offset of an invocation's first row, for that of the last row of all, and
-    /// for the distance of its rows, in a tile that begins at row `first`.
+    /// Expressions for the offset of an invocation's first row, for that of the last row of all,
+    /// and for the distance of its rows, in a tile that begins at row `first`.
     pub(super) fn offsets(&self, variant: TileVariant, first: &str) -> [String; 3] {
         let (name, head) = (self.name, self.head());
         [

@@ -1,5 +1,5 @@
-//! Tiles of 64 queries of forward, which kernels with matrices have: the bits of those of 32, a sample
-//! of the suite, and planted mistakes. By default small launches have 32.
+//! Tiles of 64 queries of forward, which kernels with matrices have: the bits of those of 32, a
+//! sample of the suite, and planted mistakes. By default small launches have 32.
 //!
 //! Register tiles: the suite with those that are not the adapter's default, and equal bits of all.
 

@@ -1,7 +1,7 @@
 //! Mistakes that Vulkan's validation layers must report, or their silence over the other tests
 //! would mean nothing. Ignored by default: `scripts/wgpu-test` runs each under
-//! `scripts/with-validation` and requires that it is reported. The commands are recorded and never submitted, so no driver
-//! executes them.
+//! `scripts/with-validation` and requires that it is reported. The commands are recorded and never
+//! submitted, so no driver executes them.
 #![cfg(target_os = "linux")]
 
 use annulus_wgpu::wgpu::{

@@ -1,6 +1,6 @@
 //! One attention on one device: its ring of one rank and its tensors.
-//! And the comparison of a level with level `plain` in f32, from the same inputs rounded to 16 bits.
-//! And times of single kernels: driver functions that record events around every launch.
+//! And the comparison of a level with level `plain` in f32, from the same inputs rounded to 16
+//! bits. And times of single kernels: driver functions that record events around every launch.
 
 use std::{
     collections::BTreeMap,

@@ -4,8 +4,8 @@
 //! `tax`: the cost of a ring: forward and backward on all ranks, in turn with rank 0 alone, which
 //! then has as many threads as all ranks together.
 //!
-//! `ticks`: the cost of message progress from within tiles while there are no messages: the CPU time
-//! of one check of the transport, as a tick makes it.
+//! `ticks`: the cost of message progress from within tiles while there are no messages: the CPU
+//! time of one check of the transport, as a tick makes it.
 
 use std::time::{Duration, Instant};
 

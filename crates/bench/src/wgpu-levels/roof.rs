@@ -1,5 +1,5 @@
-//! Time of passes, by the device's timestamps or the host's clock; and a plain matrix product, whose
-//! rate is the roof of the kernels.
+//! Time of passes, by the device's timestamps or the host's clock; and a plain matrix product,
+//! whose rate is the roof of the kernels.
 
 use std::time::{Duration, Instant};
 

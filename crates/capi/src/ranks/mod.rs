@@ -1,5 +1,6 @@
-//! Tests of plans and caches of one rank, as those over MPI, here over endpoints of threads: the bits
-//! of an in-process ring, and what a refusal, a late rank or a rank that leaves does to the others.
+//! Tests of plans and caches of one rank, as those over MPI, here over endpoints of threads: the
+//! bits of an in-process ring, and what a refusal, a late rank or a rank that leaves does to the
+//! others.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod cache;

@@ -62,10 +62,10 @@ pub(crate) struct CheckFlags {
     /// Layouts
     #[arg(long, value_enum, default_value = "contiguous,zigzag,striped", value_delimiter = ',')]
     layout: Vec<LayoutName>,
-    /// Strategies: ring; heads:H, groups of H ranks among which heads are divided; grid:QxK, Q query
-    /// parts and K key columns, or grid:HxQxK; all-gather; all-to-all; once-per-node:N, with nodes
-    /// of N ranks; pass-q; auto, the one that sends the fewest bytes. A case whose ranks or heads a
-    /// strategy does not divide is unsupported
+    /// Strategies: ring; heads:H, groups of H ranks among which heads are divided; grid:QxK, Q
+    /// query parts and K key columns, or grid:HxQxK; all-gather; all-to-all; once-per-node:N, with
+    /// nodes of N ranks; pass-q; auto, the one that sends the fewest bytes. A case whose ranks or
+    /// heads a strategy does not divide is unsupported
     #[arg(long, value_name = "NAME,...", default_value = "ring", value_delimiter = ',',
         value_parser = strategy)]
     strategy: Vec<Strategy>,
@@ -368,8 +368,8 @@ impl Count {
     }
 }
 
-/// True if `pattern` matches the whole of `name`: `*` matches any characters, `?` one. Backtracks to
-/// the last `*` only, so the time is O(pattern length · name length).
+/// True if `pattern` matches the whole of `name`: `*` matches any characters, `?` one. Backtracks
+/// to the last `*` only, so the time is O(pattern length · name length).
 fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) =
         (pattern.chars().collect(), name.chars().collect());

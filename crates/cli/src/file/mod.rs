@@ -29,7 +29,8 @@ pub(crate) use dtype::{element_bytes, float, of_floats};
 pub(crate) use read::TensorFile;
 pub(crate) use write::{OutputFile, PlannedTensor, TensorPart};
 
-/// Text output under construction. If it is dropped before [`TextDocument::finish`], no file is left.
+/// Text output under construction. If it is dropped before [`TextDocument::finish`], no file is
+/// left.
 #[derive(Debug)]
 pub(crate) struct TextDocument {
     /// Path as the user wrote it, for messages.

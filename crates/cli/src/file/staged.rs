@@ -73,8 +73,8 @@ impl FileTarget {
     }
 }
 
-/// Unfinished file. If it is dropped before [`StagedFile::commit`], or a signal ends the command, the
-/// file is removed.
+/// Unfinished file. If it is dropped before [`StagedFile::commit`], or a signal ends the command,
+/// the file is removed.
 #[derive(Debug)]
 pub(super) struct StagedFile {
     /// Path as the user wrote it, for messages.

@@ -23,8 +23,8 @@ use super::median;
 /// Bytes of a short message.
 const SHORT: u64 = 8;
 /// Bytes of a long message, of the size of KV blocks: 4 MiB, or 16 MiB where 1 MiB takes less than
-/// [`SHORT_TIME`]. 1 MiB may take too long: over TCP the reply that a message waits for before it is
-/// sent queues behind buffers of data, for as long as some 100 KiB take.
+/// [`SHORT_TIME`]. 1 MiB may take too long: over TCP the reply that a message waits for before it
+/// is sent queues behind buffers of data, for as long as some 100 KiB take.
 const LONG: [u64; 2] = [4 << 20, 16 << 20];
 /// Bytes by which the length of the long message is chosen.
 const PROBE: u64 = 1 << 20;

@@ -1,5 +1,5 @@
-//! `annulus measure`: measures links, compute rates of passes and tokens, and memory, and writes the
-//! machine file.
+//! `annulus measure`: measures links, compute rates of passes and tokens, and memory, and writes
+//! the machine file.
 
 mod links;
 mod rates;

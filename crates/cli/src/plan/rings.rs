@@ -152,8 +152,8 @@ impl Rings {
         self.rank(place)..self.rank(place + 1)
     }
 
-    /// Returns the place that computes the queries of a group over the keys of a place, and the step
-    /// in which it does.
+    /// Returns the place that computes the queries of a group over the keys of a place, and the
+    /// step in which it does.
     pub(super) fn computed(&self, group: usize, of_keys: usize) -> (usize, usize) {
         let (owner, column) = (of_keys / self.columns, of_keys % self.columns);
         let step = self.routes[column].step(group, owner, self.groups);

@@ -1,5 +1,5 @@
-//! Invalid command lines: exit code 2, one line, no file changed. And the environment variables of a
-//! launcher, in single processes; `scripts/mpi-command` tests jobs of several processes.
+//! Invalid command lines: exit code 2, one line, no file changed. And the environment variables of
+//! a launcher, in single processes; `scripts/mpi-command` tests jobs of several processes.
 
 use crate::support::{Folder, RunResult, Tensors};
 

@@ -1,5 +1,5 @@
-//! `attend` and `decode` from file to file: compared with the oracle, and with one attention over all
-//! rows.
+//! `attend` and `decode` from file to file: compared with the oracle, and with one attention over
+//! all rows.
 
 use annulus::{Attention, BiasOrder, SinkShape};
 use annulus_core::{Batch, DType, DenseMask, Dims, oracle};

@@ -1,5 +1,5 @@
-//! Problems that are too large, and limited memory: an error of one line, no file, no abort. Messages
-//! with external text: without control characters, and at most a screen long.
+//! Problems that are too large, and limited memory: an error of one line, no file, no abort.
+//! Messages with external text: without control characters, and at most a screen long.
 
 use std::{
     ffi::OsStr,

@@ -1,5 +1,5 @@
-//! Output files: replacement, permissions, links, streams, and no partial files after errors; traces
-//! of ranks, and their merge.
+//! Output files: replacement, permissions, links, streams, and no partial files after errors;
+//! traces of ranks, and their merge.
 
 use std::{
     ffi::OsString,

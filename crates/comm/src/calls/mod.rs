@@ -9,9 +9,9 @@
 //! An engine that works within a call of another, as the ring of a grid, has no entry and no end of
 //! its own.
 //!
-//! The entry is the agreement of all ranks, which waits for late ranks. One that ends at the arrival deadline has changed nothing, but the other ranks have this
-//! rank's contribution to its all-gather, or will get it. So the all-gather is kept, and continued
-//! by the next call:
+//! The entry is the agreement of all ranks, which waits for late ranks. One that ends at the
+//! arrival deadline has changed nothing, but the other ranks have this rank's contribution to its
+//! all-gather, or will get it. So the all-gather is kept, and continued by the next call:
 //!
 //! | the entry that ended | the next call |
 //! |---|---|

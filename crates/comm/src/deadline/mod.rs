@@ -21,8 +21,8 @@
 //! wait for themselves, and their abort reaches the rest. These give them time for that: with live
 //! watched ranks only, the last condition of the table takes a quarter of a second longer. Work
 //! that a rank learns of is passed on in a heartbeat at once if it is younger by more than a
-//! sixteenth of the deadline than what the rank passed on last, so that recent work becomes known to
-//! all ranks, although no rank receives heartbeats from all.
+//! sixteenth of the deadline than what the rank passed on last, so that recent work becomes known
+//! to all ranks, although no rank receives heartbeats from all.
 //!
 //! The wait for ranks that have not entered a collective call ([`Control::start_entry`]) is no wait
 //! for a silent rank: their programs may be busy elsewhere. It has a deadline of its own

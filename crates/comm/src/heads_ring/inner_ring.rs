@@ -1,8 +1,8 @@
 //! The passes of the ring of a member: the tensors of its group and heads, and the caller's where
 //! they are not exchanged.
 //!
-//! Gradients of which every rank has all heads are dsinks, and dbias without a query axis. Each is a
-//! sum over all ranks, to which a rank adds zeros for the heads that it does not have
+//! Gradients of which every rank has all heads are dsinks, and dbias without a query axis. Each is
+//! a sum over all ranks, to which a rank adds zeros for the heads that it does not have
 //! (`ring/reduce.rs`: few numbers are gathered whole, of more each rank sums a slice). With one key
 //! column the ring has summed over the groups, so only the first group contributes. With several,
 //! all ranks have terms.

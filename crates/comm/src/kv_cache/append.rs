@@ -1,5 +1,5 @@
-//! Creation of a cache, which checks its definition and agrees on it with all ranks, and appends and
-//! removals of rows, which are local.
+//! Creation of a cache, which checks its definition and agrees on it with all ranks, and appends
+//! and removals of rows, which are local.
 //!
 //! The memory of the cached rows of one rank is a list of segments of equal size, in wire order. A
 //! segment is a block that kernels attend to in place, in the memory of the backend. It is
@@ -253,8 +253,8 @@ impl<S: HostTensors> Segments<S> {
         Ok(())
     }
 
-    /// Writes rows of k `[b, rows, kv_heads, d]` and v `[b, rows, kv_heads, dv]` to the local rows `local`, for which memory is reserved. `sources`
-    /// are the rows of the tensors.
+    /// Writes rows of k `[b, rows, kv_heads, d]` and v `[b, rows, kv_heads, dv]` to the local rows
+    /// `local`, for which memory is reserved. `sources` are the rows of the tensors.
     pub(super) fn write<B: Backend<Space = S>>(
         &mut self,
         backend: &B,

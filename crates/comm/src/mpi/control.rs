@@ -1,10 +1,10 @@
 //! Control messages over MPI: all-gathers, heartbeats, aborts. `circulant.rs` describes the paths
 //! of those that concern all ranks.
 //!
-//! A heartbeat contains the latest work of any rank that its sender knows of: the rank that did it, that
-//! rank's work count, and the age, because clocks of different nodes do not agree. Its receiver
-//! passes it on in its own heartbeats. The count tells new work from work that comes back by
-//! another path: without it, two idle ranks would pass the same work to each other, younger each
+//! A heartbeat contains the latest work of any rank that its sender knows of: the rank that did it,
+//! that rank's work count, and the age, because clocks of different nodes do not agree. Its
+//! receiver passes it on in its own heartbeats. The count tells new work from work that comes back
+//! by another path: without it, two idle ranks would pass the same work to each other, younger each
 //! time by the latency of a message, and a deadlock would never be found.
 
 use std::time::{Duration, Instant};

@@ -86,7 +86,8 @@
 //! # Neighbours
 //! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most
 //! 2·⌈log₂ ranks⌉ neighbours (`circulant.rs`): heartbeats, aborts, last frames, the barrier of the
-//! drop, all-gathers. So a rank sends to those and to the ranks with which it exchanges blocks; only
+//! drop, all-gathers. So a rank sends to those and to the ranks with which it exchanges blocks;
+//! only
 //! `MPI_Comm_idup` may connect it with others. A rank that waits for one which is not its neighbour
 //! does not judge its silence; that rank's neighbours do, and their abort reaches all.
 //!

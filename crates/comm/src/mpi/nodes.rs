@@ -264,8 +264,8 @@ pub(super) fn processor_name() -> Result<String> {
 /// [`super::all_gather`] with blocking rounds.
 ///
 /// Frames cannot carry them, because processing frames may abort an endpoint that is not created
-/// yet. `MPI_Iallgather` would connect every pair of ranks in some MPIs (Open MPI's is linear), which
-/// costs a descriptor for each.
+/// yet. `MPI_Iallgather` would connect every pair of ranks in some MPIs (Open MPI's is linear),
+/// which costs a descriptor for each.
 ///
 /// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
 /// `timeout` in each round.

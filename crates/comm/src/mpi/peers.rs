@@ -1,5 +1,5 @@
-//! State of every peer of an endpoint, whatever the context of its messages, and the ranks that have
-//! left a plan: see "Lifetime" in the documentation of [`super`].
+//! State of every peer of an endpoint, whatever the context of its messages, and the ranks that
+//! have left a plan: see "Lifetime" in the documentation of [`super`].
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -63,8 +63,8 @@ pub struct StepEvent {
     /// [`Report::bytes_predicted`](super::Report::bytes_predicted).
     pub bytes: u64,
     /// Floating-point operations of [`Activity::Compute`], otherwise 0: two for each multiply-add
-    /// of the matrix products, for visible pairs only. Pairs are counted as [`WorkMatrix`] counts them,
-    /// and divided among the parts of a block in proportion to their rows.
+    /// of the matrix products, for visible pairs only. Pairs are counted as [`WorkMatrix`] counts
+    /// them, and divided among the parts of a block in proportion to their rows.
     pub flops: f64,
     /// Start, as time since the start of the pass on this rank.
     pub begin: Duration,

@@ -1,5 +1,5 @@
-//! Equal bits: at every repetition and in any order of arrivals; of rows that do not depend on others;
-//! in the reproducible order, over ranks, layouts, routes and threads too.
+//! Equal bits: at every repetition and in any order of arrivals; of rows that do not depend on
+//! others; in the reproducible order, over ranks, layouts, routes and threads too.
 
 use std::{ops::Range, sync::Arc};
 

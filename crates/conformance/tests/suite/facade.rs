@@ -1,6 +1,6 @@
 //! The facade, called as a user calls it: whole tensors in, whole tensors out. An eighth of the
-//! matrix, 100 random cases, every strategy. And the oracle compared with golden answers, which were
-//! computed elsewhere; `annulus check` computes them by the facade, on all ranks and layouts.
+//! matrix, 100 random cases, every strategy. And the oracle compared with golden answers, which
+//! were computed elsewhere; `annulus check` computes them by the facade, on all ranks and layouts.
 
 use annulus_conformance::{
     Answer, Facade, Setting, Subject, golden,

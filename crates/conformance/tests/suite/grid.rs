@@ -1,5 +1,5 @@
-//! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares them
-//! with the oracle.
+//! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares
+//! them with the oracle.
 
 use annulus::{Attention, Division, LocalRing, Tensors, comm::ring::PassKind};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};

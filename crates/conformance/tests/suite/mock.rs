@@ -1,8 +1,8 @@
 //! The mock device over its own transport and over a staged one: no code between the backend and
 //! transport traits assumes host memory, or that work is done when a call returns. A fifth of the
 //! matrix, 300 random cases, and every rule; over the staged transport a smaller sample. The same
-//! arithmetic in host memory, which is the smallest complete backend: a sample. And host tensors for
-//! a device backend: [`OnHost`] over the mock device.
+//! arithmetic in host memory, which is the smallest complete backend: a sample. And host tensors
+//! for a device backend: [`OnHost`] over the mock device.
 
 use std::time::Duration;
 

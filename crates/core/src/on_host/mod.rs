@@ -279,8 +279,8 @@ impl<D: DeviceSpace> Slot<D> {
     }
 }
 
-/// The tensors of passes, with a slot for every optional one. Outputs of the forward pass are inputs
-/// of the backward pass and share their slots.
+/// The tensors of passes, with a slot for every optional one. Outputs of the forward pass are
+/// inputs of the backward pass and share their slots.
 struct PassTensors<D: DeviceSpace> {
     context: D::Context,
     inputs: Inputs<Slot<D>>,

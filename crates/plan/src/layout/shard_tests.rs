@@ -1,4 +1,5 @@
-//! Shards of layouts are compared with the definition, which is evaluated for each row on the whole batch.
+//! Shards of layouts are compared with the definition, which is evaluated for each row on the whole
+//! batch.
 
 use std::sync::Arc;
 

@@ -46,8 +46,8 @@ const TWO_PASS_PRODUCTS: f64 = 7.0;
 /// (`benches/record/strategies.md`).
 const HIDDEN_SHARE: f64 = 0.125;
 
-/// Returns the seconds of a visible pair in a forward pass: a product has 2 · dim FLOPs, and dims of
-/// keys and values count half each.
+/// Returns the seconds of a visible pair in a forward pass: a product has 2 · dim FLOPs, and dims
+/// of keys and values count half each.
 pub(super) fn forward_seconds(spec: &Spec, forward: f64) -> f64 {
     FORWARD_PRODUCTS * product_flops(spec) / forward
 }

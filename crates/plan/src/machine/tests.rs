@@ -208,8 +208,8 @@ fn ranks_of_a_node_share_its_network() {
     is_near(of(&two_nodes).bytes_between_nodes as f64, 4.0 * block);
     let shared = Machine { node_bandwidth: Some(1500.0), ..two_nodes.clone() };
     is_near(of(&shared).seconds, 2.0 * block / 1500.0);
-    // the exchange is between ranks of one node: 64 rows, q, k and v of two heads, out, lse, maximum
-    // and sum
+    // the exchange is between ranks of one node: 64 rows, q, k and v of two heads, out, lse,
+    // maximum and sum
     let exchanged = 64.0 * 2.0 * (3.0 * 64.0 * 4.0 + 67.0 * 4.0);
     is_near(of(&two_nodes).bytes_inside_nodes as f64, 4.0 * exchanged);
 

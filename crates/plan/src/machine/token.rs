@@ -79,7 +79,8 @@ impl CacheShards<'_> {
         visible.ranges().iter().map(of).sum()
     }
 
-    /// Counts the bytes of a token with [`annulus_core::Dims::kv_len`] cached rows, the token's included.
+    /// Counts the bytes of a token with [`annulus_core::Dims::kv_len`] cached rows, the token's
+    /// included.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `ranks` or `page_rows`; [`Error::Unsupported`] of the

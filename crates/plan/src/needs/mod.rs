@@ -53,8 +53,8 @@ impl Needs {
     }
 
     /// Computes the **key** rows that each rank's queries may attend to, over all batch rows and
-    /// heads. The sets are exact for masks that lower to [`annulus_core::KeyIntervals`]; otherwise they
-    /// contain all keys within [`Mask::bound`].
+    /// heads. The sets are exact for masks that lower to [`annulus_core::KeyIntervals`]; otherwise
+    /// they contain all keys within [`Mask::bound`].
     ///
     /// On each side, either all shards have segment ids or none has.
     pub fn of_queries(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
@@ -62,8 +62,8 @@ impl Needs {
     }
 
     /// Computes the **query** rows that may attend to some of each rank's keys, for a two-pass
-    /// backward. The sets are exact for masks that lower to [`annulus_core::KeyIntervals`]; otherwise they
-    /// contain all queries with a key of the rank within [`Mask::bound`].
+    /// backward. The sets are exact for masks that lower to [`annulus_core::KeyIntervals`];
+    /// otherwise they contain all queries with a key of the rank within [`Mask::bound`].
     ///
     /// On each side, either all shards have segment ids or none has.
     pub fn of_keys(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {

@@ -70,8 +70,8 @@ impl Layout {
     ///
     /// [`Choice::balanced`] also returns the route that sends a row only to ranks that need it.
     ///
-    /// Takes O((ranks + documents) log² rows) time; masks without a [`Band`](annulus_core::mask::Band) are
-    /// evaluated once for each query.
+    /// Takes O((ranks + documents) log² rows) time; masks without a
+    /// [`Band`](annulus_core::mask::Band) are evaluated once for each query.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `ranks` or a field of the batch,

@@ -28,8 +28,8 @@ impl Choice {
     const EXCESS_OVER_NODES: u128 = 4;
 
     /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
-    /// [`Band`](annulus_core::mask::Band) is evaluated for the needs. Longer sequences are sampled at
-    /// equal distances.
+    /// [`Band`](annulus_core::mask::Band) is evaluated for the needs. Longer sequences are sampled
+    /// at equal distances.
     const SAMPLES_OF_NEEDS: usize = 1 << 16;
     /// Chooses layout and route, or only the route of a fixed `layout`.
     ///

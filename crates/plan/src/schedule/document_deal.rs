@@ -45,8 +45,8 @@ use super::{query_work::UnitWork, row_exchange::Chunk, tile_order::TILE_ROWS};
 /// fewer pairs.
 const AFTER_WHOLE: [f64; 2] = [0.6, 1.5];
 
-/// Largest difference from the pairs that a rank needs, relative to these, at which no tile with the
-/// missing pairs is sought.
+/// Largest difference from the pairs that a rank needs, relative to these, at which no tile with
+/// the missing pairs is sought.
 const CLOSE: f64 = 0.008;
 
 /// Largest difference with which a whole tile is dealt instead of single rows. Later ranks have the

@@ -17,9 +17,9 @@
 //! O(ranks + runs of all shards) time, but for a logarithm.
 //!
 //! On rails ([`Route::RailsUp`]) the moves repeat with a period, the ranks of a node. Unions of
-//! steps that are a period apart differ by as many users, so there is one for each step of a period,
-//! and a user is added as often as a node has ranks. [`Route::OncePerNode`] has its own derivation
-//! (`rank_schedule/once_per_node.rs`).
+//! steps that are a period apart differ by as many users, so there is one for each step of a
+//! period, and a user is added as often as a node has ranks. [`Route::OncePerNode`] has its own
+//! derivation (`rank_schedule/once_per_node.rs`).
 
 mod once_per_node;
 

@@ -28,8 +28,8 @@ impl RingTraffic {
     /// The most ranks over which messages are summed: in less than a second for these.
     pub const MOST_RANKS: usize = 1024;
 
-    /// Sums the messages of [`Schedule::build`](super::Schedule::build) with gradients. Calls `tick`
-    /// after each owner.
+    /// Sums the messages of [`Schedule::build`](super::Schedule::build) with gradients. Calls
+    /// `tick` after each owner.
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
         let mut of_rank = vec![Traffic::default(); needs.ranks()];
         let mut is_hop = vec![false; needs.ranks()];
@@ -145,8 +145,8 @@ fn needs_more(part: &BatchNeeds, keys: &KeyIndex, user: usize, before: usize) ->
     rest.iter().map(all).sum::<u64>() > own + of_before
 }
 
-/// Returns the block rows that all ranks send on the direct route; some number above `limit` if they
-/// are more.
+/// Returns the block rows that all ranks send on the direct route; some number above `limit` if
+/// they are more.
 fn direct_rows(needs: &NeedsIndex<'_>, limit: u128, tick: &mut dyn FnMut()) -> u128 {
     let Some(part) = needs.only_part() else {
         return RingTraffic::of(needs, Route::Direct, tick).total().block_rows;

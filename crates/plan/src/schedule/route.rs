@@ -1,10 +1,10 @@
 //! Paths of blocks from their owner to the ranks that need them.
 //!
 //! # Rails
-//! On a relay one rank of each node sends blocks to another node, in every step: a node with several
-//! network cards uses one of them. On rails all ranks of a node send at once, in every step whose
-//! number is a multiple of the L ranks of a node, each to the same rank of the next node. In the
-//! other steps blocks move around the ranks of their node:
+//! On a relay one rank of each node sends blocks to another node, in every step: a node with
+//! several network cards uses one of them. On rails all ranks of a node send at once, in every step
+//! whose number is a multiple of the L ranks of a node, each to the same rank of the next node. In
+//! the other steps blocks move around the ranks of their node:
 //!
 //! ```text
 //! step       0 …… L − 1         L …… 2L − 1         2L ……
@@ -43,7 +43,8 @@ pub enum Route {
     RelayDown,
     /// From the owner to each rank that needs some of the rows.
     Direct,
-    /// As [`Route::RelayUp`], around the ranks of each node, then from all of them to the next node.
+    /// As [`Route::RelayUp`], around the ranks of each node, then from all of them to the next
+    /// node.
     RailsUp {
         /// Ranks of each node, of which ring indices are neighbours: a divisor of the number of
         /// ranks. 0 as an option: as many as each node of the transport has.

@@ -28,8 +28,8 @@ impl Work {
     /// rows.
     pub(super) const SAMPLES: usize = 1 << 14;
 
-    /// Counts the pairs: exactly for masks that lower to [`annulus_core::KeyIntervals`], otherwise all
-    /// pairs within [`Mask::bound`]. The time is almost linear in the runs for masks with a
+    /// Counts the pairs: exactly for masks that lower to [`annulus_core::KeyIntervals`], otherwise
+    /// all pairs within [`Mask::bound`]. The time is almost linear in the runs for masks with a
     /// [`Band`] over runs of consecutive keys, and in the rows for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
         Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
@@ -65,8 +65,8 @@ impl Work {
         Self { pairs }
     }
 
-    /// As [`Work::of`], but estimated from at most [`Work::SAMPLES`] queries at equal distances, each
-    /// of which represents the queries up to the next.
+    /// As [`Work::of`], but estimated from at most [`Work::SAMPLES`] queries at equal distances,
+    /// each of which represents the queries up to the next.
     pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
         let stride = stride(spec, Work::SAMPLES);
         let Dims { q_heads, batch, .. } = spec.dims;

@@ -17,8 +17,8 @@ use annulus_core::{Dims, Result, Side, Spec};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StrategyBalance {
     /// Visible pairs of the busiest rank divided by the mean; 1 if there are none. Masks without a
-    /// [`Band`](annulus_core::mask::Band), and layouts without runs of consecutive rows, are estimated
-    /// from 16,384 queries.
+    /// [`Band`](annulus_core::mask::Band), and layouts without runs of consecutive rows, are
+    /// estimated from 16,384 queries.
     pub work_max_over_mean: f64,
     /// Rows of the longest shard divided by the mean, of queries or keys; 1 if there are none.
     pub rows_max_over_mean: f64,

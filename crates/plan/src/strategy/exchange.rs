@@ -39,9 +39,9 @@ pub struct ExchangeFields {
     /// key columns `[max, sum, dout, −delta]` in place of `[out, max, sum, dout, dlse]`, and of an
     /// output that is not normalised `[max, sum, dout, dlse, −⟨out, dout⟩ / ties]`.
     pub inputs: Vec<HeadField>,
-    /// Sent as each member's rows of the own heads: `[out, lse, max, sum]`, and of an output that is
-    /// not normalised ties; of a backward pass `[dq, dk, dv]`, dbias. With several key columns out
-    /// and dq are partial, in the accumulator's type, and lse is not sent.
+    /// Sent as each member's rows of the own heads: `[out, lse, max, sum]`, and of an output that
+    /// is not normalised ties; of a backward pass `[dq, dk, dv]`, dbias. With several key columns
+    /// out and dq are partial, in the accumulator's type, and lse is not sent.
     pub outputs: Vec<HeadField>,
 }
 

@@ -128,8 +128,9 @@ impl StrategyTraffic {
     /// Dims, layout and batch must have been validated.
     ///
     /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] naming `ranks` for more than [`RingTraffic::MOST_RANKS`],
-    /// or for a batch that does not fit the layout; [`annulus_core::Error::OutOfMemory`].
+    /// [`annulus_core::Error::InvalidArgument`] naming `ranks` for more than
+    /// [`RingTraffic::MOST_RANKS`], or for a batch that does not fit the layout;
+    /// [`annulus_core::Error::OutOfMemory`].
     pub fn of(
         spec: &Spec,
         grid: HeadGrid,
@@ -370,8 +371,8 @@ impl StrategyTraffic {
         given.filter(|route| route.fits(self.grid.groups())).unwrap_or_else(|| chosen(tick))
     }
 
-    /// Calls `found` with the messages of the rings of `members`, which are alike. Returns the block
-    /// rows of one of them in a forward pass.
+    /// Calls `found` with the messages of the rings of `members`, which are alike. Returns the
+    /// block rows of one of them in a forward pass.
     fn rings(
         &self,
         members: Range<usize>,

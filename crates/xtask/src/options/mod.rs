@@ -90,8 +90,8 @@ enum OptionKind {
     Other,
 }
 
-/// Forms of a type in the languages. `$n` is the name of the field, parameter or flag, `$i` the type
-/// of the builder's integer, `$v` the list of the values.
+/// Forms of a type in the languages. `$n` is the name of the field, parameter or flag, `$i` the
+/// type of the builder's integer, `$v` the list of the values.
 struct Forms {
     /// Type of the field of C, and the value of the setter.
     c: [&'static str; 2],

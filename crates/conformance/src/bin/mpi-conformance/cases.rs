@@ -93,8 +93,9 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
     Ok(())
 }
 
-/// Returns a setting of ranks on two nodes, and the same with a route that does not depend on nodes.
-/// A route that is left to the mask is one over nodes by name, if these have as many ranks each.
+/// Returns a setting of ranks on two nodes, and the same with a route that does not depend on
+/// nodes. A route that is left to the mask is one over nodes by name, if these have as many ranks
+/// each.
 fn on_nodes(setting: &Setting, number: usize) -> (Setting, Setting) {
     let Setting { ranks, route, .. } = *setting;
     // a fixed layout fixes the order of the ranks, so that nodes alternate

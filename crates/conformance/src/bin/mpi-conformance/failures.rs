@@ -1,5 +1,6 @@
-//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks. And ranks that are
-//! away and have not failed: busy between two calls, suspended within one, or stopped by a debugger.
+//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks. And ranks that
+//! are away and have not failed: busy between two calls, suspended within one, or stopped by a
+//! debugger.
 //!
 //! [`Mortal`] counts the transfers that it posts, and can kill or stop its process at one of them.
 
@@ -266,7 +267,8 @@ pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
 /// called.
 ///
 /// The schedule of a pass determines their number, but not the number of groups: a receive is
-/// posted when a buffer is free, a send when its block has arrived, together or one after the other.
+/// posted when a buffer is free, a send when its block has arrived, together or one after the
+/// other.
 static TRANSFERS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of sends and receives posted since then.

@@ -313,7 +313,8 @@ fn versions(
     Ok(named)
 }
 
-/// Lets each of six fields differ in turn, over one endpoint: a mismatch does not end the transport.
+/// Lets each of six fields differ in turn, over one endpoint: a mismatch does not end the
+/// transport.
 fn many_fields(harness: &mut Harness, settings: &Settings, last: usize) -> Verdict {
     const NAMES: [&str; 6] = ["f0", "f1", "f2", "f3", "f4", "f5"];
     let mut transport = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;

@@ -2,8 +2,8 @@
 //!
 //! * Control messages of many ranks: a rank that is late, one that aborts, one that leaves. Every
 //!   other rank gets the same error, also those that are not neighbours of that rank.
-//! * Bytes on the links of hosts that have one for each of their ranks, on a relay, on rails and once
-//!   per node. `tests/hosts/rails` makes such hosts.
+//! * Bytes on the links of hosts that have one for each of their ranks, on a relay, on rails and
+//!   once per node. `tests/hosts/rails` makes such hosts.
 
 use std::time::Duration;
 
