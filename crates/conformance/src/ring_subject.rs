@@ -13,9 +13,9 @@ use annulus_core::{
 };
 use annulus_plan::Strategy;
 use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
-use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
+use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension};
 
-use crate::{Answer, Case, Setting, Subject, TensorMemory};
+use crate::{Answer, Case, Setting, Subject, TensorMemory, subject::assemble};
 
 /// Everything that one rank of a [`RingSubject`] is built from.
 pub struct RankSetup<M: TensorMemory, B: Backend<Space = M::Space>> {
@@ -315,51 +315,4 @@ fn sum_over_ranks<B: Backend, D: Dimension>(
     ring.sum_over_ranks(&mut numbers)?;
     part.iter_mut().zip(numbers).for_each(|(element, number)| *element = sums.round(number));
     Ok(())
-}
-
-/// Copies the rows of every rank to their row numbers in the whole sequence.
-pub(crate) fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAnswer>) -> Answer {
-    fn put<D: RemoveAxis>(
-        whole: &mut ndarray::Array<f64, D>,
-        axis: usize,
-        rows: &[usize],
-        part: &ndarray::Array<f64, D>,
-    ) {
-        for (local, &row) in rows.iter().enumerate() {
-            whole.index_axis_mut(Axis(axis), row).assign(&part.index_axis(Axis(axis), local));
-        }
-    }
-    let Dims { batch, q_len, q_heads, value_dim, .. } = case.spec.dims;
-    let statistics = || Array3::zeros((batch, q_heads, q_len));
-    let mut whole = Answer {
-        out: Array4::zeros((batch, q_len, q_heads, value_dim)),
-        lse: statistics(),
-        max: statistics(),
-        sum: statistics(),
-        ties: (!case.spec.normalize).then(statistics),
-        dq: Array4::zeros(case.q.raw_dim()),
-        dk: Array4::zeros(case.k.raw_dim()),
-        dv: Array4::zeros(case.v.raw_dim()),
-        dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
-        dsinks: None,
-    };
-    for RankAnswer { q_rows, kv_rows, answer } in answers {
-        put(&mut whole.out, 1, q_rows, &answer.out);
-        put(&mut whole.lse, 2, q_rows, &answer.lse);
-        put(&mut whole.max, 2, q_rows, &answer.max);
-        put(&mut whole.sum, 2, q_rows, &answer.sum);
-        if let (Some(whole), Some(part)) = (&mut whole.ties, &answer.ties) {
-            put(whole, 2, q_rows, part);
-        }
-        put(&mut whole.dq, 1, q_rows, &answer.dq);
-        put(&mut whole.dk, 1, kv_rows, &answer.dk);
-        put(&mut whole.dv, 1, kv_rows, &answer.dv);
-        if let (Some(whole), Some(part)) = (&mut whole.dbias, &answer.dbias) {
-            let over_queries = case.spec.bias.is_some_and(|shape| shape[2] == 1);
-            if over_queries { whole.assign(part) } else { put(whole, 2, q_rows, part) }
-        }
-        // already summed over ranks: the same on each
-        whole.dsinks.clone_from(&answer.dsinks);
-    }
-    whole
 }

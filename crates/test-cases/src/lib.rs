@@ -14,6 +14,7 @@
 //! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
 mod case;
+mod draw;
 mod expected;
 pub mod facade;
 pub mod golden;
@@ -22,8 +23,8 @@ mod plain;
 mod random;
 
 pub use case::{Answer, Case, Masks, Truth};
+pub use draw::Draw;
 pub use expected::{Expected, WrongArray};
 pub use facade::RankAnswer;
 pub use judge::{Judge, epsilon};
 pub use plain::plain;
-pub use random::Draw;
