@@ -7,8 +7,7 @@
 //! ```
 //! Hot loops are generic bodies, compiled once per instruction set. An [`ArrayKernel`] works on
 //! fixed-size arrays that the compiler vectorises. A [`SimdKernel`], for the hottest loops, works
-//! on
-//! [`Vector`]s that stay in registers. An [`IsaToken`] proves that the machine has the
+//! on [`Vector`]s that stay in registers. An [`IsaToken`] proves that the machine has the
 //! instructions: its only constructor checks the processor.
 //!
 //! # Source

@@ -10,9 +10,9 @@
 //! 2. **Thread.** Below `MPI_THREAD_MULTIPLE` a communicator is created on MPI's main thread only,
 //!    and used and freed on that thread only (`Communicator::enter`). So no two calls from here are
 //!    ever concurrent, and `MPI_THREAD_FUNNELED` suffices.
-//! 3. **Handles.** A `MpiCommunicator` holds a handle that MPI returned to it alone, or that the
-//!    host
-//!    has given to it (`Communicator::adopt`). It is freed at most once, by `Communicator::free`,
+//! 3. **Handles.** An `MpiCommunicator` holds a handle that MPI returned to it alone, or that the
+//!    host has given to it (`Communicator::adopt`). It is freed at most once, by
+//!    `Communicator::free`,
 //!    which consumes it. Dropping one frees nothing.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
