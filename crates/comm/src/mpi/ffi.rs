@@ -12,8 +12,7 @@
 //!    ever concurrent, and `MPI_THREAD_FUNNELED` suffices.
 //! 3. **Handles.** An `MpiCommunicator` holds a handle that MPI returned to it alone, or that the
 //!    host has given to it (`Communicator::adopt`). It is freed at most once, by
-//!    `Communicator::free`,
-//!    which consumes it. Dropping one frees nothing.
+//!    `Communicator::free`, which consumes it. Dropping one frees nothing.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::ffi::{c_char, c_int};
