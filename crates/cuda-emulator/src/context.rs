@@ -131,6 +131,15 @@ pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
     context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
 }
 
+/// Forgets the blocks and copies of device `ordinal` so far, before another user counts its own.
+pub fn clear_counts(ordinal: usize) {
+    if let Some(context) = context_of(ordinal) {
+        lock(&context.blocks).clear();
+        context.device_copies.store(0, Ordering::Relaxed);
+        context.bytes_to_device.store(0, Ordering::Relaxed);
+    }
+}
+
 /// Returns the bytes that were copied from the host to device `ordinal`.
 pub fn bytes_to_device(ordinal: usize) -> u64 {
     context_of(ordinal).map_or(0, |context| context.bytes_to_device.load(Ordering::Relaxed))

@@ -31,8 +31,8 @@ mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
 pub use context::{
-    DEFAULT_SEED, DEVICES, EARLY_COPIES, allocations, blocks, bytes_to_device, deadlocks,
-    device_copies, most_bytes, plant, set_seed,
+    DEFAULT_SEED, DEVICES, EARLY_COPIES, allocations, blocks, bytes_to_device, clear_counts,
+    deadlocks, device_copies, most_bytes, plant, set_seed,
 };
 pub use functions::{hopper_symbols, symbols};
 #[cfg(target_os = "linux")]

@@ -74,12 +74,14 @@ pub(crate) fn masked_rows_change_no_bit(
     run(&poisoned)?.ok_or("no answer")?.same_bits(&want)
 }
 
-/// Allots one device to every rank of every run, so that a failed device affects one run only.
+/// Allots one device to every rank of every run, so that a failed device affects one run only. All
+/// tests together take more devices than there are: a device that was used before starts anew.
 pub(crate) fn next_device() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let ordinal = NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES;
     emulator::set_seed(ordinal, SEED.get());
     emulator::plant(ordinal, 0);
+    emulator::clear_counts(ordinal);
     ordinal
 }
 
