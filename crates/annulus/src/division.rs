@@ -147,7 +147,8 @@ impl Division {
     ///     memory: 1 << 30,
     /// };
     /// let division = Division::new().strategy(Strategy::Auto).machine(machine);
-    /// let ring = LocalRing::new((Attention::new(), division), Dims::new(1, 64, 1, 8), 4)?;
+    /// let dims = Dims::new(1, 64, 4, 8).kv_heads(1);
+    /// let ring = LocalRing::new((Attention::new(), division), dims, 4)?;
     /// assert_eq!(ring.plan().strategy(), Strategy::Grid { heads: 1, queries: 2, keys: 2 });
     /// # Ok::<(), annulus::Error>(())
     /// ```

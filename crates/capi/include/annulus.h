@@ -1304,8 +1304,8 @@ int annulus_attention_set_cuda_stream(struct annulus_attention *attention,
 
 /**
  * Lets keys, values and gradients travel over an NCCL communicator of the host's, after
- * annulus_attention_set_cuda_stream. Its ranks are those of the plan, which still needs MPI for
- * control messages.
+ * annulus_attention_set_cuda_stream. Its ranks are those of the plan, which still needs MPI
+ * for control messages.
  *
  * The communicator is neither aborted nor destroyed: after a pass has failed, that is up to the
  * host. It lives until all plans of this attention are destroyed, and is used by one of them at a
@@ -1548,11 +1548,12 @@ int annulus_plan_numerics(const struct annulus_plan *plan,
  * Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
  *
  * Counted are the message buffers of the ring (blocks of keys, values and queries, and their
- * gradients in flight) and the memory of the kernels: accumulators, row statistics, and the scratch
- * memory of each thread; where ranks divide the heads, also the tensors of a rank's heads. On a GPU
- * they are in its memory, with a copy of the tensors. The first pass of each kind adds lists of
- * visible keys, or these copies; later passes add nothing. Not counted: row numbers and positions,
- * the schedule, stacks of threads, and rows that an in-process ring copies during a pass.
+ * gradients in flight) and the memory of the kernels: accumulators, row statistics, and the
+ * scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
+ * On a GPU they are in its memory, with a copy of the tensors. The first pass of each kind adds
+ * lists of visible keys, or these copies; later passes add nothing. Not counted: row numbers and
+ * positions, the schedule, stacks of threads, and rows that an in-process ring copies during a
+ * pass.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.

@@ -64,7 +64,7 @@ static void plan_by_machine(const char *machine) {
   options.strategy = ANNULUS_STRATEGY_AUTO;
   options.batch = 1;
   options.q_len = options.kv_len = 64;
-  options.kv_heads = Q_HEADS;
+  options.kv_heads = 1;
   options.value_dim = HEAD_DIM;
   options.causal = 0;
   annulus_attention *attention = NULL;

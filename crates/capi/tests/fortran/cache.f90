@@ -104,7 +104,7 @@ contains
     options%batch = 1
     options%q_len = 64
     options%kv_len = 64
-    options%kv_heads = q_heads
+    options%kv_heads = 1
     options%value_dim = head_dim
     options%causal = 0
     call ok(annulus_attention_create(options, attention))
