@@ -172,6 +172,16 @@ fn documents_of_any_distribution_are_balanced_within_two_percent() {
     LENS[..2].iter().for_each(|&len| check_balance(len, 7));
 }
 
+/// No two chunks of these ranks differ by what the heaviest one has too much.
+#[test]
+fn a_rank_gives_its_pairs_away_in_parts() {
+    let all = distributions(131_072, 2_923_656_838_812_148_429);
+    let (_, lens) = all.iter().find(|(name, _)| name.contains("bimodal")).unwrap();
+    let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
+    let window = mask::and(causal, Arc::new(mask::Window::new(Some(1000), None)));
+    check_layout("bimodal, window", lens, &window, 8);
+}
+
 /// Work and rows of each rank within 2 % of the mean, and no row that is sent but not read.
 fn check_balance(len: usize, seed: u64) {
     let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
