@@ -92,7 +92,7 @@ void plan_by_machine(const char *machine) {
   all.page_rows = 0;
   all.batch = 1;
   all.q_len = all.kv_len = 64;
-  all.kv_heads = q_heads;
+  all.kv_heads = 1;
   all.value_dim = head_dim;
   all.causal = 0;
   all.strategy = ANNULUS_STRATEGY_AUTO;
