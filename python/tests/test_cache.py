@@ -198,6 +198,7 @@ MACHINE: dict[str, Any] = {
 
 def test_a_machine_chooses_the_strategy(tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"batch": 1, "q_len": 64, "q_heads": 4, "head_dim": 8, "ranks": 4}
+    lengths["kv_heads"] = 1
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(MACHINE))
     # the ranks of a node divide the keys, because the network between nodes is slow
