@@ -20,7 +20,7 @@ from typing import NamedTuple
 # A prediction is good within this share of the measurement, and a choice if it loses no more than
 # the second to any other strategy. Both are compared within a round, because the machine may be
 # slower in another minute: the rates of a virtual machine differed by a fifth within ten minutes.
-NEAR = 0.2
+NEAR = 0.15
 LATE = 0.1
 
 # Rounds after which a loss is reported as undecided.

@@ -148,7 +148,7 @@ impl Loaded {
     }
 }
 
-/// Returns the first element of which the bits differ from those of `first`.
+/// Returns the first element whose bits differ between `answer` and `first`.
 fn first_difference(answer: &Answer, first: &Answer) -> Option<Difference> {
     // widening is exact, and keeps the sign of zero and the bits of a NaN apart
     answer.arrays().into_iter().zip(first.arrays()).find_map(|((name, got), (_, first))| {

@@ -272,7 +272,7 @@ impl StrategyTraffic {
         ranks.map(|(forward, backward)| forward + backward).max().unwrap_or(0)
     }
 
-    /// Calls `found` with every message of all passes: those of the exchanges, then those of the
+    /// Calls `found` with every message of all passes: exchanges first, then
     /// rings. Returns the block rows of the rings in a forward pass.
     pub(crate) fn for_each_message(
         &self,

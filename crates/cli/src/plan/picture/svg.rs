@@ -1,7 +1,7 @@
 //! Writes rectangles and text as SVG, and the colours of ranks and steps.
 //!
-//! The hue is that of the computing rank, of a grid that of all ranks which differ in their heads
-//! only ([`Rings`](crate::plan::rings::Rings)). The lightness is that of the ring step.
+//! Hue: the rank that computes; ranks of a grid that differ only in their heads have the same hue
+//! ([`Rings`](crate::plan::rings::Rings)). Lightness: the ring step.
 
 use std::fmt::Write;
 
