@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use annulus::{
-    CacheShape, DType, Element, LocalCache,
+    CacheShape, DType, Division, Element, LocalCache,
     ndarray::{Ix3, Ix4},
 };
 #[cfg(feature = "mpi")]
@@ -48,6 +48,14 @@ pub(crate) struct Cache {
     dtype: DType,
 }
 
+/// Refuses parameters of a division, which a cache does not have.
+fn refuse_division(division: &Division) -> annulus::Result<()> {
+    match division.first_set() {
+        Some(name) => Err(annulus::Error::unsupported(name, "the KV cache")),
+        None => Ok(()),
+    }
+}
+
 #[pymethods]
 impl Cache {
     /// Creates an empty cache of `ranks` ranks in this process.
@@ -67,6 +75,7 @@ impl Cache {
         let signals = session.signals();
         let cache = session.run(py, || {
             let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
+            refuse_division(&setup.division)?;
             let runtime = setup.runtime.backend(backend);
             LocalCache::from_caches(&runtime, ranks, |_, runtime, endpoint| {
                 let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
@@ -99,6 +108,7 @@ impl Cache {
         let signals = session.signals();
         let cache = session.run(py, || {
             let mut endpoint = carrier.open(&setup.runtime)?;
+            refuse_division(&setup.division).inspect_err(|error| endpoint.abort(error))?;
             let backend =
                 backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
