@@ -71,6 +71,20 @@ impl RowSet {
         self.ranges.iter().chain(&other.ranges).cloned().collect()
     }
 
+    /// Adds the rows of `other`. Allocates only if there are further ones.
+    pub fn unite(&mut self, other: &Self) {
+        if !self.contains_all(other) {
+            *self = self.union(other);
+        }
+    }
+
+    /// Removes the rows that are not in `other`. Allocates only if there are some.
+    pub fn intersect(&mut self, other: &Self) {
+        if !other.contains_all(self) {
+            *self = self.intersection(other);
+        }
+    }
+
     /// Returns the rows that are in `self` and in `other`.
     pub fn intersection(&self, other: &Self) -> Self {
         let mut ranges = Vec::new();
@@ -111,7 +125,12 @@ impl RowSet {
 
     /// Returns true if every row of `other` is in `self`.
     pub fn contains_all(&self, other: &Self) -> bool {
-        other.difference(self).is_empty()
+        let mut own = &self.ranges[..];
+        // ranges of `self` do not touch, so that one of them contains all of a range of `other`
+        other.ranges.iter().all(|range| {
+            own = &own[own.iter().take_while(|own| own.end <= range.start).count()..];
+            own.first().is_some_and(|own| own.start <= range.start && range.end <= own.end)
+        })
     }
 
     /// Returns the record numbers of the rows `part`, a subset of `self`, in a buffer that holds
@@ -144,6 +163,9 @@ impl FromIterator<Range<u64>> for RowSet {
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Self {
         let mut all: Vec<Range<u64>> =
             ranges.into_iter().filter(|range| range.start < range.end).collect();
+        if all.is_sorted_by(|a, b| a.end < b.start) {
+            return Self { ranges: all };
+        }
         all.sort_unstable_by_key(|range| range.start);
         let mut merged: Vec<Range<u64>> = Vec::with_capacity(all.len());
         for range in all {
@@ -179,6 +201,10 @@ mod tests {
             prop_assert_eq!(rows(&a.intersection(&b)), &x & &y);
             prop_assert_eq!(rows(&a.difference(&b)), &x - &y);
             prop_assert_eq!(a.contains_all(&b), x.is_superset(&y));
+            let [mut both, mut common] = [a.clone(), a.clone()];
+            both.unite(&b);
+            common.intersect(&b);
+            prop_assert_eq!((both, common), (a.union(&b), a.intersection(&b)));
             for row in 0..50 {
                 prop_assert_eq!(a.contains(row), x.contains(&row));
                 for end in row..50 {

@@ -17,12 +17,18 @@ const LINKS: [usize; 2] = [0, 1];
 /// Messages of a phase, by rank and kind of link.
 pub(super) struct Loads<'a> {
     network: &'a Network<'a>,
-    /// Messages that each rank receives and whose latency it waits for.
-    messages: Vec<[u32; 2]>,
-    /// Bytes `[sent, received]`.
-    bytes: Vec<[[f64; 2]; 2]>,
+    of_ranks: Vec<RankLoad>,
     /// Bytes that leave and enter each node.
     of_nodes: Vec<[f64; 2]>,
+}
+
+/// Messages of a rank in a phase, by kind of link.
+#[derive(Clone, Copy, Default)]
+struct RankLoad {
+    /// Messages that it receives and whose latency it waits for.
+    messages: [u32; 2],
+    /// Bytes `[sent, received]`.
+    bytes: [[f64; 2]; 2],
 }
 
 impl<'a> Network<'a> {
@@ -92,11 +98,9 @@ impl<'a> Network<'a> {
 
     /// Returns the loads of no message.
     pub(super) fn loads(&'a self) -> Loads<'a> {
-        let ranks = self.nodes.len();
         Loads {
             network: self,
-            messages: vec![[0; 2]; ranks],
-            bytes: vec![[[0.0; 2]; 2]; ranks],
+            of_ranks: vec![RankLoad::default(); self.nodes.len()],
             of_nodes: vec![[0.0; 2]; self.node_count],
         }
     }
@@ -106,9 +110,10 @@ impl Loads<'_> {
     /// Adds a message. The receiver waits for its latency, unless other messages hide it.
     pub(super) fn add(&mut self, [from, to]: [usize; 2], bytes: f64, waits: bool) {
         let link = self.network.link([from, to]);
-        self.messages[to][link] += u32::from(waits);
-        self.bytes[from][link][0] += bytes;
-        self.bytes[to][link][1] += bytes;
+        self.of_ranks[from].bytes[link][0] += bytes;
+        let receiver = &mut self.of_ranks[to];
+        receiver.messages[link] += u32::from(waits);
+        receiver.bytes[link][1] += bytes;
         if link == 1 {
             self.of_nodes[self.network.nodes[from]][0] += bytes;
             self.of_nodes[self.network.nodes[to]][1] += bytes;
@@ -117,7 +122,7 @@ impl Loads<'_> {
 
     /// Returns the number of messages that a rank receives and waits for.
     pub(super) fn messages(&self, rank: usize) -> usize {
-        self.messages[rank].iter().map(|&count| count as usize).sum()
+        self.of_ranks[rank].messages.iter().map(|&count| count as usize).sum()
     }
 
     /// Returns the seconds of the messages of a rank over each kind of link, of the direction with
@@ -125,8 +130,9 @@ impl Loads<'_> {
     pub(super) fn seconds(&self, rank: usize) -> [f64; 2] {
         let larger = |[sent, received]: [f64; 2]| sent.max(received);
         LINKS.map(|link| {
-            let messages = self.messages[rank][link] as f64;
-            let bytes = larger(self.bytes[rank][link]);
+            let RankLoad { messages, bytes } = self.of_ranks[rank];
+            let messages = f64::from(messages[link]);
+            let bytes = larger(bytes[link]);
             let is_shared = link == 1 && bytes > 0.0;
             let of_node =
                 if is_shared { larger(self.of_nodes[self.network.nodes[rank]]) } else { 0.0 };

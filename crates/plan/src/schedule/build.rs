@@ -83,7 +83,8 @@ impl BlockPath {
         let mut present = needed.clone();
         for t in (1..ranks.saturating_sub(1)).rev() {
             if route.forwards(t + 1, ranks) {
-                present[t] = present[t].union(&present[t + 1]);
+                let (before, after) = present.split_at_mut(t + 1);
+                before[t].unite(&after[0]);
             }
         }
         Self { route, owner, users, needed, present }
@@ -111,11 +112,14 @@ impl BlockPath {
             let needed = &self.needed[t];
             let later = self.present.get(t + 1).filter(|_| route.forwards(t + 1, ranks));
             let later = later.unwrap_or(&no_rows);
-            partial = partial.union(needed).intersection(later);
+            partial.unite(needed);
+            partial.intersect(later);
             if let Some(&next) = users.get(t + 1) {
                 post(t, users[t], next, Channel::PartialGrad, &partial);
             }
-            post(t, users[t], owner, Channel::FinalGrad, &needed.difference(later));
+            if !later.contains_all(needed) {
+                post(t, users[t], owner, Channel::FinalGrad, &needed.difference(later));
+            }
         }
     }
 }

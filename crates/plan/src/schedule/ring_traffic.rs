@@ -33,24 +33,25 @@ impl RingTraffic {
     pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
         let mut of_rank = vec![Traffic::default(); needs.ranks()];
         let mut is_hop = vec![false; needs.ranks()];
-        Self::for_each_message(needs, route, tick, |sent| {
+        Self::for_each_message(needs, route, true, tick, |sent| {
             of_rank[sent.from].add(sent.channel, sent.rows);
             is_hop[sent.step] |= sent.channel == Channel::Kv;
         });
         Self { of_rank, hops: is_hop.into_iter().filter(|&is_hop| is_hop).count() }
     }
 
-    /// Calls `found` with every message of [`RingTraffic::of`].
+    /// Calls `found` with every message of [`RingTraffic::of`], those of gradients if `gradients`.
     pub(crate) fn for_each_message(
         needs: &NeedsIndex<'_>,
         route: Route,
+        gradients: bool,
         tick: &mut dyn FnMut(),
         mut found: impl FnMut(Sent<'_>),
     ) {
         let ranks = needs.ranks();
         for owner in 0..ranks {
             let path = BlockPath::new(ranks, route, owner, |user| needs.rows(user, owner));
-            path.for_each_message(true, &mut found);
+            path.for_each_message(gradients, &mut found);
             tick();
         }
     }

@@ -407,7 +407,8 @@ impl StrategyTraffic {
         let [block, gradient] = [spec.kv_row_layout(), spec.gradient_row_layout()];
         let one_pass = backward_mode(spec) == BackwardMode::OnePass;
         let mut sent = 0;
-        RingTraffic::for_each_message(&needs, route, tick, |message| {
+        let gradients = backward && one_pass;
+        RingTraffic::for_each_message(&needs, route, gradients, tick, |message| {
             let rows = u128::from(message.rows.count());
             let ends = [message.from, message.to];
             if message.channel == Channel::Kv {
@@ -416,7 +417,7 @@ impl StrategyTraffic {
                 if backward {
                     post(true, message.step, false, ends, rows * u128::from(block.bytes()));
                 }
-            } else if backward && one_pass {
+            } else {
                 // under the tiles of the next step
                 post(true, message.step + 1, true, ends, rows * u128::from(gradient.bytes()));
             }
@@ -427,12 +428,11 @@ impl StrategyTraffic {
                 Some(_) => (needs.in_tiles(kv_tile), spec.whole_query_row_layout(None)),
                 None => (needs, spec.query_row_layout()),
             };
-            RingTraffic::for_each_message(&needs, route.opposite(), tick, |message| {
-                if message.channel == Channel::Kv {
-                    let step = grid.groups() + message.step;
-                    let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
-                    post(true, step, false, [message.from, message.to], bytes);
-                }
+            let opposite = route.opposite();
+            RingTraffic::for_each_message(&needs, opposite, false, tick, |message| {
+                let step = grid.groups() + message.step;
+                let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
+                post(true, step, false, [message.from, message.to], bytes);
             });
         }
         Ok(RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) })
