@@ -30,6 +30,7 @@ mod delegate;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
+mod message;
 #[cfg(feature = "mpi")]
 #[cfg_attr(
     not(feature = "link-mpi"),
@@ -41,7 +42,6 @@ pub mod mpi;
 pub mod nccl;
 mod observed;
 pub mod profiler;
-mod ranges;
 pub mod ring;
 pub mod staged;
 pub mod threads;

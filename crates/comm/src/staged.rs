@@ -26,7 +26,7 @@ use annulus_core::{
 use crate::{
     deadline,
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, MessageKey, not_posted},
 };
 
 /// Interval between polls of copies while the inner transport is idle: small beside the copy of a
@@ -162,11 +162,11 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         receives: &mut Vec<Incoming<D>>,
     ) -> Result<()> {
         for send in sends {
-            ranges::check(&send.header, self.inner.ranks(), D::size(send.buffer))?;
+            message::check(&send.header, self.inner.ranks(), D::size(send.buffer))?;
         }
         let mut staged = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
-            ranges::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
+            message::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
             staged.push(Incoming {
                 header: in_front(&incoming.header),
                 buffer: self.staging_buffer(incoming.header.bytes())?,
@@ -193,7 +193,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
 
 /// Returns the message `header` at the front of a staging buffer.
 fn in_front(header: &MessageHeader) -> MessageHeader {
-    MessageHeader { ranges: ranges::front(header.bytes()), ..header.clone() }
+    MessageHeader { ranges: message::front(header.bytes()), ..header.clone() }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
@@ -225,7 +225,8 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<D>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(position).1));
         }
@@ -234,8 +235,7 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
     host_messages_of_inner! {}
@@ -278,11 +278,6 @@ pub(crate) struct StagedReceive<S: Space> {
     pub(crate) buffer: S::Buffer,
     /// The message as the inner transport receives it, at the front of the staging buffer.
     pub(crate) staged: MessageHeader,
-}
-
-/// Returns true if both name the same message: peer, channel and tag are equal.
-pub(crate) fn is_same_message(a: &MessageHeader, b: &MessageHeader) -> bool {
-    (a.peer, a.channel, a.tag) == (b.peer, b.channel, b.tag)
 }
 
 /// Staging buffers. They are reused by later messages, so a warm plan allocates none.

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Arrived, Error, MessageHeader, Result, Space, Transport};
 
 use super::{Deadline, LONGEST_POLL, Silence, Wait, arrivals::Lateness};
-use crate::staged::is_same_message;
+use crate::message::MessageKey;
 
 /// Time after the deadline in which other ranks may report the silence of ranks that this one does
 /// not watch, before it reports a lost message: several checks and the way of an abort.
@@ -259,7 +259,8 @@ impl<S: Space> Receives<S> {
         header: &MessageHeader,
         take: impl FnOnce(&MessageHeader) -> Result<Option<Arrived<S>>>,
     ) -> Result<Option<Arrived<S>>> {
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(position).1));
         }

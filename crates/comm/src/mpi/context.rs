@@ -10,15 +10,14 @@
 //! announces its messages on all. A fatal error ends all plans of an endpoint, because messages of
 //! the plan that failed may still be in flight.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
-
-use annulus_core::Channel;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::{
     all_gather::TreeAllGather,
-    messages::{Announcement, MpiReceive, QueuedSend, ReceiveStage, SendKey},
+    messages::{Announcement, MpiReceive, QueuedSend, ReceiveStage},
     peers::{Departure, Departures},
 };
+use crate::message::{LastTags, MessageKey};
 
 /// State of one plan's messages on this rank.
 #[derive(Default)]
@@ -28,18 +27,15 @@ pub(super) struct PlanContext {
     /// True if receives with agreed lengths start when they are posted. Then the context has its
     /// slot of tags (`messages.rs`) for itself.
     pub(super) posts_ahead: bool,
-    /// Sends that have not completed.
-    pub(super) sends: Vec<SendKey>,
+    /// Sends that have not completed, with their steps, in order.
+    pub(super) sends: Vec<(MessageKey, usize)>,
     /// Those of them that follow another one and have not started.
     pub(super) queued: VecDeque<QueuedSend>,
-    /// Steps of the sends that have not completed, by receiver and in order.
-    pub(super) send_steps: BTreeMap<usize, VecDeque<usize>>,
     /// Posted and not yet taken.
     pub(super) receives: Vec<MpiReceive>,
     /// Announced before their receives were posted.
     pub(super) early: Vec<Announcement>,
-    /// Tag of the last posted receive, by peer and channel.
-    pub(super) last_tags: HashMap<(usize, Channel), u64>,
+    pub(super) last_tags: LastTags,
     pub(super) all_gathers: BTreeMap<u64, TreeAllGather>,
     /// Number of all-gathers that this rank has started.
     pub(super) started: u64,
@@ -52,30 +48,16 @@ pub(super) struct PlanContext {
 }
 
 impl PlanContext {
-    /// Counts a send as in flight.
-    pub(super) fn begin_send(&mut self, key: SendKey, step: usize) {
-        self.sends.push(key);
-        self.send_steps.entry(key.peer).or_default().push_back(step);
-    }
-
     /// Counts a send as done.
-    pub(super) fn end_send(&mut self, key: SendKey, step: usize) {
-        if let Some(index) = self.sends.iter().position(|send| *send == key) {
-            self.sends.swap_remove(index);
-        }
-        if let Some(steps) = self.send_steps.get_mut(&key.peer) {
-            if let Some(index) = steps.iter().position(|&of| of == step) {
-                steps.remove(index);
-            }
-            if steps.is_empty() {
-                self.send_steps.remove(&key.peer);
-            }
+    pub(super) fn end_send(&mut self, key: MessageKey) {
+        if let Some(index) = self.sends.iter().position(|(send, _)| *send == key) {
+            self.sends.remove(index);
         }
     }
 
     /// Returns true while any send is in flight.
     pub(super) fn has_unsent(&self) -> bool {
-        !self.send_steps.is_empty()
+        !self.sends.is_empty()
     }
 
     /// Returns true while any send or receive is in flight.
@@ -119,8 +101,8 @@ impl PlanContext {
             ReceiveStage::Arrived => false,
         };
         let receive = self.receives.iter().find(is_missing).map(|receive| receive.header.step);
-        let oldest = || self.send_steps.get(&peer).and_then(|steps| steps.front().copied());
-        let send = || oldest().filter(|_| overdue);
+        let oldest = || self.sends.iter().find(|(key, _)| key.peer == peer);
+        let send = || oldest().filter(|_| overdue).map(|&(_, step)| step);
         // a rank that started an all-gather may leave while other ranks still forward its part
         let started = Some(departure.started);
         let gather = || {
@@ -137,43 +119,5 @@ impl PlanContext {
         let is_incomplete =
             |round: &u64| self.all_gathers.get(round).is_some_and(TreeAllGather::is_incomplete);
         departure.unfinished.iter().any(is_incomplete)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn counters_equal_the_results_of_sweeps_over_all_sends(
-            events in prop::collection::vec((any::<bool>(), 0usize..5, 0usize..4), 0..200),
-        ) {
-            let mut context = PlanContext::default();
-            let mut sends: Vec<(SendKey, usize)> = Vec::new();
-            for (number, (begins, peer, step)) in events.into_iter().enumerate() {
-                if begins {
-                    let key = SendKey { peer, channel: Channel::Kv, tag: number as u64 };
-                    sends.push((key, step));
-                    context.begin_send(key, step);
-                } else if let Some(index) = sends.iter().position(|(key, _)| key.peer == peer) {
-                    let (key, step) = sends.remove(index);
-                    context.end_send(key, step);
-                } else {
-                    // a send that was never started
-                    let key = SendKey { peer, channel: Channel::Kv, tag: u64::MAX };
-                    context.end_send(key, step);
-                }
-                prop_assert_eq!(context.has_unsent(), !sends.is_empty());
-                prop_assert_eq!(context.sends.len(), sends.len());
-                for peer in 0..5 {
-                    let steps = context.send_steps.get(&peer).map_or(0, VecDeque::len);
-                    let want = sends.iter().filter(|(key, _)| key.peer == peer).count();
-                    prop_assert_eq!(steps, want);
-                }
-            }
-        }
     }
 }

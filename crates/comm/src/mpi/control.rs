@@ -15,10 +15,9 @@ use super::{
     all_gather::{GatherMessage, TreeAllGather},
     endpoint::MpiEndpoint,
     frame::ControlFrame,
-    messages::MessageBuffer,
-    messages::MessageKind,
+    messages::{MessageBuffer, MessageKind},
     peers::RankWork,
-    requests::{Address, LONGEST_PIECE, Mode},
+    requests::{Address, LONGEST_PIECE},
 };
 
 /// Minimum interval between heartbeats, which limits their cost where kernels tick often: a fifth
@@ -51,7 +50,7 @@ impl MpiEndpoint {
                 self.all_gather(context, round).unsent += 1;
                 let frame = ControlFrame::GatherParts { context, round, parts }.encode()?;
                 let kind = MessageKind::GatherParts { context, peer: receiver, round };
-                self.send_frame(receiver, &frame, kind)?;
+                self.send_frame(self.settings.synchronous, receiver, &frame, kind)?;
             }
         }
         Ok(())
@@ -64,16 +63,6 @@ impl MpiEndpoint {
         all_gathers.entry(round).or_insert_with(|| TreeAllGather::new(ranks))
     }
 
-    /// Sends a frame to `peer`.
-    pub(super) fn send_frame(
-        &mut self,
-        peer: usize,
-        frame: &HostBuffer,
-        kind: MessageKind,
-    ) -> Result<()> {
-        self.send_frame_as(self.mode(), peer, frame, kind)
-    }
-
     /// Sends a frame to some peers, in the standard mode: none of them needs to receive it. A peer
     /// that does not get it fails at its deadline.
     pub(super) fn send_to_each(
@@ -84,7 +73,7 @@ impl MpiEndpoint {
         let frame = frame.encode()?;
         peers.into_iter().try_for_each(|peer| {
             let kind = MessageKind::FrameSend { peer };
-            self.send_frame_as(Mode::Standard, peer, &frame, kind)
+            self.send_frame(false, peer, &frame, kind)
         })
     }
 
@@ -116,10 +105,10 @@ impl MpiEndpoint {
         self.send_to_each(peers, &frame)
     }
 
-    /// Sends a frame in the given mode: the standard one for a frame that may never be received.
-    pub(super) fn send_frame_as(
+    /// Sends a frame, not synchronously if it may never be received.
+    pub(super) fn send_frame(
         &mut self,
-        mode: Mode,
+        synchronous: bool,
         peer: usize,
         frame: &HostBuffer,
         kind: MessageKind,
@@ -129,7 +118,7 @@ impl MpiEndpoint {
         let Some(control) = &self.control else { return Ok(()) };
         let range = 0..frame.bytes().len() as u64;
         let frame = MessageBuffer::Host(frame.clone());
-        self.requests.send(control, mode, to, frame, range, kind)
+        self.requests.send(control, synchronous, to, frame, range, kind)
     }
 
     /// Starts an all-gather of a context.

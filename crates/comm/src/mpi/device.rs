@@ -22,14 +22,13 @@ use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 use super::{
     Mpi,
     messages::MessageBuffer,
-    transfers::{ReceiveRequest, contiguous},
+    transfers::contiguous,
 };
 use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, MessageKey, ReceiveRequest, not_posted},
     staged::DeviceHeartbeat,
-    staged::is_same_message,
 };
 
 /// Interval between polls of events while no other call polls them: small beside the transfer of a
@@ -120,11 +119,9 @@ impl DeviceMpi {
         for (header, buffer) in
             outgoing.chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)))
         {
-            ranges::check(header, self.inner.ranks(), buffer.len())?;
+            message::check(header, self.inner.ranks(), buffer.len())?;
         }
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
-        });
+        receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
         for Incoming { header, buffer } in receives.drain(..) {
             // work that was enqueued on the buffer earlier comes first
             buffer.wait_on(&self.stream)?;
@@ -271,7 +268,8 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(index) = self.arrived.iter().position(|(other, ..)| same(other)) {
             let (_, buffer, ready) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -280,8 +278,7 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         if posted.map(|receive| &receive.header).any(same) {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
     host_messages_of_inner! {}

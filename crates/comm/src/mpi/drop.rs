@@ -50,9 +50,9 @@ fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
         return;
     }
     match endpoint.leave(context) {
-        Left::PlanContext => {}
-        Left::FailedEndpoint => endpoint.cancel(),
-        Left::MpiEndpoint => {
+        Leaving::PlanContext => {}
+        Leaving::FailedEndpoint => endpoint.cancel(),
+        Leaving::MpiEndpoint => {
             drop(endpoint);
             if wait_for_all_to_leave(shared) {
                 let mut endpoint = shared.lock();
@@ -61,16 +61,6 @@ fn drop_context(shared: &Arc<SharedEndpoint>, context: u64) {
             }
         }
     }
-}
-
-/// Rest of an endpoint of which a context was dropped.
-enum Left {
-    /// Other contexts.
-    PlanContext,
-    /// The endpoint, which takes part in the barrier.
-    MpiEndpoint,
-    /// The endpoint, which has failed.
-    FailedEndpoint,
 }
 
 /// Waits until every rank has left and nothing is in flight. Only if it returns true may the
@@ -116,10 +106,10 @@ impl MpiEndpoint {
         data.is_some_and(MpiCommunicator::is_on_another_thread) && check_alive().is_ok()
     }
 
-    /// Removes a context and sends its last frame. The last one takes the endpoint with it, and one
+    /// Removes a context and sends its last frame. Returns what this rank leaves. The last one takes the endpoint with it, and one
     /// that is dropped within a call ends the others.
-    fn leave(&mut self, number: u64) -> Left {
-        let Some(context) = self.contexts.get_mut(&number) else { return Left::PlanContext };
+    fn leave(&mut self, number: u64) -> Leaving {
+        let Some(context) = self.contexts.get_mut(&number) else { return Leaving::PlanContext };
         context.is_open = false;
         let is_within_a_call = !context.receives.is_empty() || thread::panicking();
         self.has_unmatched |= !context.early.is_empty();
@@ -127,7 +117,7 @@ impl MpiEndpoint {
             .receives
             .iter()
             .map(|receive| receive.header.peer)
-            .chain(context.send_steps.keys().copied())
+            .chain(context.sends.iter().map(|(key, _)| key.peer))
             .collect();
         let has_messages_left = |(_, gather): &(&u64, &TreeAllGather)| gather.has_messages_left();
         let unfinished = context.all_gathers.iter().filter(has_messages_left);
@@ -142,10 +132,10 @@ impl MpiEndpoint {
         }
         let is_last = !self.contexts.values().any(|context| context.is_open);
         let is_healthy = self.failed.is_none() && !is_within_a_call;
-        let (left, leaving) = match (is_last, is_healthy) {
-            (false, _) => (Left::PlanContext, Leaving::PlanContext),
-            (true, true) => (Left::MpiEndpoint, Leaving::MpiEndpoint),
-            (true, false) => (Left::FailedEndpoint, Leaving::FailedEndpoint),
+        let leaving = match (is_last, is_healthy) {
+            (false, _) => Leaving::PlanContext,
+            (true, true) => Leaving::MpiEndpoint,
+            (true, false) => Leaving::FailedEndpoint,
         };
         // the last frame also to neighbours that have left: they may be waiting for it in their
         // drop
@@ -170,7 +160,7 @@ impl MpiEndpoint {
             let what = "a plan that shares this endpoint was dropped within a call".to_owned();
             self.abort(&Error::Comm { peer: self.rank, step, what });
         }
-        left
+        leaving
     }
 
     /// Sends messages of the barrier.

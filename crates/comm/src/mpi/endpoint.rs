@@ -17,7 +17,7 @@ use super::{
     communicator::MpiCommunicator,
     context::PlanContext,
     lifetime::{check_process, is_forked},
-    messages::{MessageBuffer, MessageKind, WireTags},
+    messages::{MessageBuffer, WireTags},
     nodes::{NodeMap, gather_records},
     peers::{Departure, LatestWork, Peers},
     requests::Requests,
@@ -36,7 +36,7 @@ pub(super) struct MpiEndpoint {
     /// True if the settings of all ranks let receives with agreed lengths start when they are
     /// posted. False until the records of all ranks are gathered, right after creation.
     pub(super) posts_ahead: bool,
-    pub(super) requests: Requests<MessageKind>,
+    pub(super) requests: Requests,
     pub(super) staging: Staging,
     pub(super) peers: Peers,
     /// Empty until the records of all ranks are gathered, right after creation.
@@ -94,7 +94,7 @@ impl MpiEndpoint {
             settings: Settings::default(),
             tags: WireTags::default(),
             posts_ahead: false,
-            requests: Requests::new(),
+            requests: Requests::default(),
             staging: Staging::default(),
             peers: Peers::new(rank, ranks, now),
             nodes: Arc::new(NodeMap::new(Vec::new())),

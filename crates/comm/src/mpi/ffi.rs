@@ -41,8 +41,8 @@ const TRUNCATE: c_int = ffi::MPI_ERR_TRUNCATE as c_int;
 /// Meaning of a return code other than success.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum MpiError {
-    /// The message was longer than the receive.
-    Truncated,
+    /// The message has another length than its receive.
+    Length,
     /// The peer has failed, as a fault-tolerant MPI reports.
     PeerLost,
     /// Anything else, with MPI's error string.
@@ -62,7 +62,7 @@ impl MpiError {
         // through the call
         let status = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
         if class(code) == TRUNCATE {
-            return Err(Self::Truncated);
+            return Err(Self::Length);
         }
         let length = if status == SUCCESS { count(length).min(text.len()) } else { 0 };
         let text: Vec<u8> = text[..length].iter().map(|&letter| letter.to_ne_bytes()[0]).collect();
@@ -77,7 +77,7 @@ impl MpiError {
     /// Converts to the error that a caller gets.
     pub(super) fn into_error(self, PeerStep { peer, step }: PeerStep) -> Error {
         match self {
-            Self::Truncated => Error::Comm {
+            Self::Length => Error::Comm {
                 peer,
                 step,
                 what: "message truncated: longer than the receive".to_owned(),

@@ -53,9 +53,8 @@ use self::{
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, MessageKey, not_posted},
     staged::DeviceHeartbeat,
-    staged::is_same_message,
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
@@ -333,7 +332,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
             .map(|send| (&send.header, send.buffer))
             .chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)));
         for (header, buffer) in headers {
-            ranges::check(header, self.inner.ranks(), buffer.len())?;
+            message::check(header, self.inner.ranks(), buffer.len())?;
             if header.peer == self.inner.rank() {
                 return Err(Error::invalid("header.peer", header.peer, "another rank"));
             }
@@ -359,7 +358,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(index) = self.arrived.iter().position(|(other, _)| same(other)) {
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -371,8 +371,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
     // by the host transport

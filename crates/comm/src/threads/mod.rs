@@ -23,7 +23,7 @@ mod each_rank;
 mod pump;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
     sync::{
         Arc,
         mpsc::{Receiver, sync_channel},
@@ -32,13 +32,13 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
     Space, Transport,
 };
 
 pub use self::each_rank::each_rank;
 use self::pump::{Data, Envelope, Mailboxes};
-use crate::ranges;
+use crate::message::{self, LastTags, MessageKey, ReceiveRequest};
 
 /// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
 /// messages of all others: O(ranks²) memory.
@@ -76,7 +76,7 @@ pub fn ring(ranks: usize) -> Vec<Threads> {
         outboxes: (0..ranks).map(|_| VecDeque::new()).collect(),
         receives: Vec::new(),
         early: Vec::new(),
-        last_tags: HashMap::new(),
+        last_tags: LastTags::default(),
         sends: (0..ranks).map(|_| PeerSends::default()).collect(),
         all_gathers: BTreeMap::new(),
         step: 0,
@@ -98,8 +98,7 @@ pub struct Threads {
     receives: Vec<ThreadsReceive>,
     /// Messages that arrived before their receives were posted.
     early: Vec<Data>,
-    /// Tag of the last posted receive, by peer and channel.
-    last_tags: HashMap<(usize, Channel), u64>,
+    last_tags: LastTags,
     /// Sends to each peer.
     sends: Vec<PeerSends>,
     all_gathers: BTreeMap<u64, ThreadsAllGather>,
@@ -115,12 +114,6 @@ struct ThreadsReceive {
     header: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
-}
-
-impl ThreadsReceive {
-    fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
-    }
 }
 
 /// Sends to one peer.
@@ -168,26 +161,20 @@ impl Transport<Host> for Threads {
             return Err(error.clone());
         }
         for send in sends {
-            ranges::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
+            message::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
+        let requests = receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
+            header,
+            size: Host::size(buffer),
+            is_shared: buffer.is_shared(),
         });
-        let mut previous = None;
-        for incoming in receives.iter() {
-            let key = (incoming.header.peer, incoming.header.channel);
-            let last = previous
-                .filter(|&(of, _)| of == key)
-                .map(|(_, tag)| tag)
-                .or_else(|| self.last_tags.get(&key).copied());
-            let checked = self.check_receive(incoming, last);
-            checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, incoming.header.tag));
-        }
+        let checked = self.last_tags.check(self.mailboxes.ranks(), requests);
+        checked.inspect_err(|error| self.fail(error))?;
         for Incoming { header, buffer } in receives.drain(..) {
             self.step = header.step;
-            self.last_tags.insert((header.peer, header.channel), header.tag);
+            self.last_tags.post(&header);
             self.receives.push(ThreadsReceive { header, buffer, arrived: false });
         }
         for Outgoing { header, buffer, .. } in sends {
@@ -195,12 +182,9 @@ impl Transport<Host> for Threads {
             self.bytes_sent += header.bytes();
             self.sends[header.peer].posted += 1;
             self.sends[header.peer].steps.push_back(header.step);
-            let MessageHeader { channel, tag, step, .. } = *header;
             let data = Data {
-                from: self.rank,
-                channel,
-                tag,
-                step,
+                key: MessageKey { peer: self.rank, ..MessageKey::of(header) },
+                step: header.step,
                 ranges: Arc::clone(&header.ranges),
                 buffer: (*buffer).clone(),
             };
@@ -232,18 +216,9 @@ impl Transport<Host> for Threads {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let Some(index) = self
-            .receives
-            .iter()
-            .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
-        else {
-            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-            return Err(Error::invalid(
-                "header",
-                got,
-                "a receive that was posted and not yet taken",
-            ));
-        };
+        let key = MessageKey::of(header);
+        let is_it = |receive: &ThreadsReceive| MessageKey::of(&receive.header) == key;
+        let index = self.receives.iter().position(is_it).ok_or_else(|| message::not_posted(header))?;
         if !self.receives[index].arrived {
             return Ok(None);
         }

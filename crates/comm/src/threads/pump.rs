@@ -20,10 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Channel, Error, Host, HostBuffer, Incoming, MessageHeader, Result, Space};
+use annulus_core::{Error, HostBuffer, MessageHeader, Result};
 
 use super::{Threads, ThreadsAllGather, ThreadsReceive};
-use crate::ranges;
+use crate::message::{self, MessageKey};
 
 impl Threads {
     /// Does everything that can be done without waiting. Returns true if there was anything to do.
@@ -111,8 +111,8 @@ impl Threads {
         let mut moved = false;
         let mut index = 0;
         while let Some(data) = self.early.get(index) {
-            let &Data { from: peer, channel, tag, .. } = data;
-            match self.receives.iter().position(|receive| receive.is_for(peer, channel, tag)) {
+            let key = data.key;
+            match self.receives.iter().position(|of| MessageKey::of(&of.header) == key) {
                 Some(receive) => {
                     let data = self.early.remove(index);
                     self.deliver(receive, data)?;
@@ -137,23 +137,17 @@ impl Threads {
                 Ok(())
             }
             Envelope::Data(data) => {
-                let Data { from: peer, channel, tag, .. } = data;
-                let posted = self
-                    .receives
-                    .iter()
-                    .position(|receive| receive.is_for(peer, channel, tag) && !receive.arrived);
-                if let Some(receive) = posted {
+                let key = data.key;
+                let is_posted = |receive: &ThreadsReceive| {
+                    MessageKey::of(&receive.header) == key && !receive.arrived
+                };
+                if let Some(receive) = self.receives.iter().position(is_posted) {
                     return self.deliver(receive, data);
                 }
-                let is_same =
-                    |early: &Data| (early.from, early.channel, early.tag) == (peer, channel, tag);
-                let is_late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-                if is_late || self.early.iter().any(is_same) {
-                    return Err(Error::Comm {
-                        peer,
-                        step: data.step,
-                        what: format!("duplicate message {channel:?} {tag}"),
-                    });
+                if self.last_tags.has_passed(key) || self.early.iter().any(|of| of.key == key) {
+                    let MessageKey { peer, channel, tag } = key;
+                    let what = format!("duplicate message {channel:?} {tag}");
+                    return Err(Error::Comm { peer, step: data.step, what });
                 }
                 self.early.push(data);
                 Ok(())
@@ -182,7 +176,7 @@ impl Threads {
                 what: "the buffer of a posted receive is in use".to_owned(),
             });
         };
-        ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &header.ranges);
+        message::copy(data.buffer.bytes(), &data.ranges, bytes, &header.ranges);
         *arrived = true;
         drop(data);
         self.mailboxes.count_consumed(peer, self.rank);
@@ -227,30 +221,6 @@ impl Threads {
             .entry(round)
             .or_insert_with(|| ThreadsAllGather { parts: vec![None; ranks] })
     }
-
-    /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
-    /// its channel.
-    pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
-        let MessageHeader { peer, step, channel, tag, .. } = incoming.header;
-        ranges::check(&incoming.header, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
-        if last.is_some_and(|last| tag <= last) {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!(
-                    "receive {channel:?} {tag} posted after a tag as high: tags only grow"
-                ),
-            });
-        }
-        if incoming.buffer.is_shared() {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!("the buffer of receive {channel:?} {tag} is in use"),
-            });
-        }
-        Ok(())
-    }
 }
 
 /// A message to one rank.
@@ -266,9 +236,8 @@ pub(super) enum Envelope {
 /// Bytes of a block in the sender's buffer, which the message co-owns until the receiver has copied
 /// them.
 pub(super) struct Data {
-    pub(super) from: usize,
-    pub(super) channel: Channel,
-    pub(super) tag: u64,
+    /// Names the sender as the peer.
+    pub(super) key: MessageKey,
     pub(super) step: usize,
     pub(super) ranges: Arc<[Range<u64>]>,
     pub(super) buffer: HostBuffer,
