@@ -19,11 +19,7 @@ use annulus_core::{
 };
 use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
-use super::{
-    Mpi,
-    messages::MessageBuffer,
-    transfers::contiguous,
-};
+use super::{Mpi, messages::MessageBuffer, transfers::contiguous};
 use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},

@@ -279,7 +279,10 @@ impl Requests {
     /// Cancels the receives of the messages that `is_unwanted` selects. Those whose messages have
     /// not begun to arrive complete within the next tests, and so give back their buffers. The
     /// caller has entered the communicators of all messages.
-    pub(super) fn cancel_receives(&mut self, is_unwanted: impl Fn(&MessageKind) -> bool) -> Result<()> {
+    pub(super) fn cancel_receives(
+        &mut self,
+        is_unwanted: impl Fn(&MessageKind) -> bool,
+    ) -> Result<()> {
         for (request, owner) in self.requests.iter_mut().zip(&self.owners) {
             let is_receive = owner.want.is_some();
             let message = self.messages.get(&owner.message);

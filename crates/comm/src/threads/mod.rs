@@ -32,8 +32,8 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
-    Space, Transport,
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
+    Transport,
 };
 
 pub use self::each_rank::each_rank;
@@ -218,7 +218,8 @@ impl Transport<Host> for Threads {
         }
         let key = MessageKey::of(header);
         let is_it = |receive: &ThreadsReceive| MessageKey::of(&receive.header) == key;
-        let index = self.receives.iter().position(is_it).ok_or_else(|| message::not_posted(header))?;
+        let index =
+            self.receives.iter().position(is_it).ok_or_else(|| message::not_posted(header))?;
         if !self.receives[index].arrived {
             return Ok(None);
         }
