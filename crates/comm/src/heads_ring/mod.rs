@@ -84,7 +84,7 @@ use crate::{
     ring::{
         PassKind, Ring, RingOptions, StepEvent, StepHook,
         check::{Shapes, forward_only, has_residual},
-        describe::{self, Combined, TransportFields},
+        describe,
         planning::PlanningTicks,
     },
 };
@@ -166,16 +166,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let ranks = transport.control().ranks();
         let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, strategy));
         let placement = transport.control().placement().cloned();
-        let posts_ahead = transport.posts_ahead();
-        let groups_in_order = transport.runs_groups_in_order();
-        let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
-            describe::plan(spec, &options, grid.strategy(), capabilities, fields)
-        });
-        let combined = agreement::enter(transport, 0, &described)?;
+        let described = checked.as_ref().map_err(Error::clone);
+        let described =
+            described.map(|(spec, grid, capabilities)| (spec, capabilities, grid.strategy()));
+        let posts_ahead = describe::agree(transport, described, &options, 0)?.posts_ahead;
         let (spec, grid, _) = checked?;
-        let posts_ahead = Combined::new(&combined)?.posts_ahead;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let placed = placement.as_ref();

@@ -6,25 +6,17 @@ use std::fmt::{self, Debug, Display, Write};
 
 use annulus_core::{
     Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, Fingerprint, Placement, Result,
-    Spec,
+    Space, Spec, Transport,
 };
 use annulus_plan::{Machine, Strategy};
 
 use super::{Ring, RingOptions, program};
-use crate::agreement::Descriptor;
+use crate::agreement::{self, Descriptor};
 
 /// Characters of a field's text that are sent for the error message. The digest covers all of it.
 const SHOWN: usize = 60;
 
-/// Properties of a transport.
-#[derive(Clone, Copy)]
-pub(crate) struct TransportFields<'a> {
-    pub(crate) placement: Option<&'a Placement>,
-    pub(crate) posts_ahead: bool,
-    pub(crate) groups_in_order: bool,
-}
-
-/// Values of the fields of [`plan`] that may differ between ranks.
+/// Agreed values of the fields of a plan that may differ between ranks.
 pub(crate) struct Combined {
     pub(crate) kv_tile: u64,
     pub(crate) kv_block_size: u64,
@@ -34,28 +26,37 @@ pub(crate) struct Combined {
     pub(crate) groups_in_order: bool,
 }
 
-impl Combined {
-    /// Decodes the result of the agreement on [`plan`].
-    pub(crate) fn new(values: &[u64]) -> Result<Self> {
-        match values {
-            &[kv_tile, kv_block_size, announces, in_order] => Ok(Self {
-                kv_tile,
-                kv_block_size,
-                posts_ahead: announces == 0,
-                groups_in_order: in_order != 0,
-            }),
-            _ => Err(Error::internal("an agreement on other fields than those of a plan")),
-        }
+/// Agrees with all ranks on a plan, in all-gather 0 of the transport. `checked` has the capabilities
+/// of the backend; `page_rows` is 0 but for a KV cache.
+pub(crate) fn agree<S: Space>(
+    transport: &mut dyn Transport<S>,
+    checked: Result<(&Spec, &Capabilities, Strategy)>,
+    options: &RingOptions,
+    page_rows: u64,
+) -> Result<Combined> {
+    let described = checked.map(|(spec, capabilities, strategy)| {
+        let plan = plan(spec, options, strategy, capabilities).field("page_rows", page_rows);
+        debug(plan, "placement", &transport.placement().map(Placement::nodes))
+            .largest("announces messages", u64::from(!transport.posts_ahead()))
+            .largest("runs groups in order", u64::from(transport.runs_groups_in_order()))
+    });
+    match agreement::enter(transport, 0, &described)?[..] {
+        [kv_tile, kv_block_size, announces, in_order] => Ok(Combined {
+            kv_tile,
+            kv_block_size,
+            posts_ahead: announces == 0,
+            groups_in_order: in_order != 0,
+        }),
+        _ => Err(Error::internal("an agreement on other fields than those of a plan")),
     }
 }
 
 /// Describes a plan. The capabilities are the backend's.
-pub(crate) fn plan(
+fn plan(
     spec: &Spec,
     options: &RingOptions,
     strategy: Strategy,
     capabilities: &Capabilities,
-    transport: TransportFields<'_>,
 ) -> Descriptor {
     let dims = &spec.dims;
     let (probability, seed) =
@@ -109,15 +110,12 @@ pub(crate) fn plan(
     let d = debug(d, "probabilities rounded to", &capabilities.probs_dtype);
     let variable = options.deadline_variable.map(|deadline| deadline.as_secs_f64());
     let d = debug(d, "ANNULUS_DEADLINE", &variable);
-    let d = debug(d, "placement", &transport.placement.map(Placement::nodes));
     d.field("partial", u64::from(spec.partial))
         .field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))
         .field("receive_ahead", options.receive_ahead_steps() as u64)
         .largest("kv_tile", capabilities.kv_tile)
         .largest("kv_block_size", options.kv_block_size.unwrap_or_default())
-        .largest("announces messages", u64::from(!transport.posts_ahead))
-        .largest("runs groups in order", u64::from(transport.groups_in_order))
 }
 
 /// Describes a batch, but for the rows, which differ by rank.
