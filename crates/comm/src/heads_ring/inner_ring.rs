@@ -58,7 +58,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             out_residual: residual.map(ShardTensor::view_mut).transpose()?,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        self.ring.forward_within(&of_member, &mut results)
+        self.ring.forward_loop(&of_member, &mut results)
     }
 
     /// Runs the backward pass of the ring of this rank's heads and key column.
@@ -113,7 +113,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             }),
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        self.ring.backward_within(&of_member, &mut results)
+        self.ring.compute_gradients(&of_member, &mut results)
     }
 }
 

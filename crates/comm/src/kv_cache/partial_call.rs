@@ -124,18 +124,17 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Returns the messages of a round: one to each rank, the nearest first.
     pub(super) fn partial_transfers(&self, bytes: u64) -> MessageGroup {
-        let header = |peer| MessageHeader {
+        let header = |peer, bytes| MessageHeader {
             peer,
             channel: Channel::Kv,
             tag: 0,
             step: 0,
-            ranges: std::iter::once(0..bytes).collect(),
+            ranges: std::iter::once(bytes).collect(),
             agreed: None,
         };
-        let distances = 1..self.ranks;
-        let to = distances.clone().map(|distance| (self.rank + distance) % self.ranks);
-        let from = distances.map(|distance| (self.rank + self.ranks - distance) % self.ranks);
-        MessageGroup { sends: to.map(header).collect(), receives: from.map(header).collect() }
+        MessageGroup::exchange([self.rank, self.ranks], 1..self.ranks, header, |_| {
+            [0..bytes, 0..bytes]
+        })
     }
 }
 

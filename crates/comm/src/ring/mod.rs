@@ -198,34 +198,11 @@ impl<B: Backend> Ring<B> {
         inputs: &Inputs<View<'_, B::Space>>,
         outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_forward(inputs, outputs);
-        self.call(PassKind::Forward, checked, |ring| {
-            let first_tag = ring.take_tags();
-            ring.forward_loop(inputs, outputs, first_tag)
-        })
-    }
-
-    /// Computes out and lse within a call of another engine on all ranks. Returns the exposed
-    /// communication.
-    pub(crate) fn forward_within(
-        &mut self,
-        inputs: &Inputs<View<'_, B::Space>>,
-        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
-    ) -> Result<Duration> {
-        self.check_forward(inputs, outputs)?;
-        let first_tag = self.take_tags();
-        self.forward_loop(inputs, outputs, first_tag)
-    }
-
-    fn check_forward(
-        &self,
-        inputs: &Inputs<View<'_, B::Space>>,
-        outputs: &Outputs<ViewMut<'_, B::Space>>,
-    ) -> Result<()> {
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes
+        let checked = shapes
             .inputs(&inputs.as_ref().map(B::Space::describe))
-            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)));
+        self.call(PassKind::Forward, checked, |ring| ring.forward_loop(inputs, outputs))
     }
 
     /// Computes the gradients of this rank's rows.
@@ -246,42 +223,24 @@ impl<B: Backend> Ring<B> {
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_backward(inputs, gradients);
+        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
+        let checked = if self.agreed.backward {
+            shapes
+                .backward_inputs(&inputs.as_ref().map(B::Space::describe))
+                .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
+        } else {
+            Err(check::forward_only())
+        };
         self.call(PassKind::Backward, checked, |ring| ring.compute_gradients(inputs, gradients))
     }
 
-    /// Computes the gradients within a call of another engine on all ranks. Returns the exposed
-    /// communication.
-    pub(crate) fn backward_within(
+    /// Computes the gradients within a call of all ranks. Returns the exposed communication.
+    pub(crate) fn compute_gradients(
         &mut self,
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
-        self.check_backward(inputs, gradients)?;
-        self.compute_gradients(inputs, gradients)
-    }
-
-    fn check_backward(
-        &self,
-        inputs: &BackwardInputs<View<'_, B::Space>>,
-        gradients: &Gradients<ViewMut<'_, B::Space>>,
-    ) -> Result<()> {
-        if !self.agreed.backward {
-            return Err(check::forward_only());
-        }
-        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes
-            .backward_inputs(&inputs.as_ref().map(B::Space::describe))
-            .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
-    }
-
-    fn compute_gradients(
-        &mut self,
-        inputs: &BackwardInputs<View<'_, B::Space>>,
-        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
-    ) -> Result<Duration> {
-        let first_tag = self.take_tags();
-        let waited = self.backward_loop(inputs, gradients, first_tag)?;
+        let waited = self.backward_loop(inputs, gradients)?;
         Ok(waited + self.reduce_gradients(gradients)?)
     }
 
@@ -429,7 +388,7 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Takes the tags of a pass. A two-pass backward circulates two kinds of blocks.
-    const fn take_tags(&mut self) -> u64 {
+    pub(super) const fn take_tags(&mut self) -> u64 {
         self.calls.take_tags(2 * block_parts::tags(self.ranks))
     }
 }

@@ -59,6 +59,25 @@ pub(crate) struct MessageGroup {
 }
 
 impl MessageGroup {
+    /// Returns the messages of an exchange between all `members`, of which this rank is number
+    /// `own`, for some distances: to the member that many places ahead, from the one as many behind.
+    /// `bytes` returns the bytes that are sent to a member from the source, and those that are
+    /// received from it. Empty messages are left out.
+    pub(crate) fn exchange(
+        [own, members]: [usize; 2],
+        distances: Range<usize>,
+        header: impl Fn(usize, Range<u64>) -> MessageHeader,
+        bytes: impl Fn(usize) -> [Range<u64>; 2],
+    ) -> Self {
+        let message =
+            |member, bytes: Range<u64>| (!bytes.is_empty()).then(|| header(member, bytes));
+        let to = distances.clone().map(|distance| (own + distance) % members);
+        let from = distances.map(|distance| (own + members - distance) % members);
+        let sent = |member| message(member, bytes(member)[0].clone());
+        let received = |member| message(member, bytes(member)[1].clone());
+        Self { sends: to.filter_map(sent).collect(), receives: from.filter_map(received).collect() }
+    }
+
     /// Adds these messages of list number `list` to the balance of this rank.
     pub(crate) fn add_to(&self, balance: &mut MessageBalance, list: u64) {
         self.sends.iter().for_each(|message| balance.send(list, message));
@@ -117,9 +136,9 @@ impl RankProgram {
             program.push(RankStep {
                 owner: step.owner,
                 rows: step.rows.clone(),
-                kv: addressing.transfers(&step.before, source),
+                kv: addressing.transfers(&step.before, source, [None; 2]),
                 sends_local,
-                kv_in_parts: addressing.transfers_in_parts(
+                kv_in_parts: addressing.transfers(
                     &step.before,
                     source,
                     [schedule.sends_last_block[number], last_block == Some(number + 1)]
@@ -130,7 +149,7 @@ impl RankProgram {
                 } else {
                     Vec::new()
                 },
-                gradients: gradients.transfers(&step.after, &step.rows),
+                gradients: gradients.transfers(&step.after, &step.rows, [None; 2]),
                 partial_sum: number
                     .checked_sub(1)
                     .and_then(|previous| partial_sums(&steps[previous].after).next())
@@ -200,21 +219,9 @@ impl Addressing<'_> {
         }
     }
 
-    fn transfers(&self, group: &Group, source: &RowSet) -> MessageGroup {
-        let send =
-            |message: &Message| self.message(message, 0, &source.record_ranges(&message.rows));
-        let receive = |message: &Message| {
-            self.message(message, 0, std::slice::from_ref(&(0..message.rows.count())))
-        };
-        MessageGroup {
-            sends: group.sends.iter().map(send).collect(),
-            receives: group.receives.iter().map(receive).collect(),
-        }
-    }
-
-    /// Returns the transfers `group` before a step. What is sent, and what is received, is in parts
-    /// if it has a split size: if it is the last block of its receiver.
-    fn transfers_in_parts(
+    /// Returns the transfers `group` before or after a step. What is sent, and what is received, is in
+    /// parts if it has a split size: if it is the last block of its receiver.
+    fn transfers(
         &self,
         group: &Group,
         source: &RowSet,

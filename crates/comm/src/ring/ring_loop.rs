@@ -62,13 +62,13 @@ use super::{
 };
 
 impl<B: Backend> Ring<B> {
-    /// Runs the forward pass. Returns the exposed communication.
-    pub(super) fn forward_loop(
+    /// Runs the forward pass, within a call of all ranks. Returns the exposed communication.
+    pub(crate) fn forward_loop(
         &mut self,
         inputs: &Inputs<View<'_, B::Space>>,
         outputs: &mut Outputs<ViewMut<'_, B::Space>>,
-        first_tag: u64,
     ) -> Result<Duration> {
+        let first_tag = self.take_tags();
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(CirculationKind::Forward, start, agreed, plan, *ring_index);
@@ -99,8 +99,8 @@ impl<B: Backend> Ring<B> {
         &mut self,
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
-        first_tag: u64,
     ) -> Result<Duration> {
+        let first_tag = self.take_tags();
         let mut local_dkv = self
             .buffers
             .local_dkv
