@@ -19,7 +19,9 @@ use annulus_core::{
 };
 
 use super::{
-    HeadsRing, passes::no_gradients, shard_tensor::ShardTensor, shard_tensors::InputTensors,
+    HeadsRing,
+    passes::no_gradients,
+    shard_tensors::{InputTensors, ShardTensor},
 };
 use crate::ring::{
     RingOptions,

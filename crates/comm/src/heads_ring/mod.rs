@@ -34,11 +34,10 @@
 //! |---|---|
 //! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
 //! | `exchange.rs` | the messages within a group |
-//! | `shard_tensors.rs` | the tensors of the own heads |
+//! | `shard_tensors.rs` | the tensors of the own heads, and of key columns |
 //! | `passes.rs` | forward and backward |
 //! | `inner_ring.rs` | their rings; dsinks, and dbias without a query axis, of all heads |
 //! | `prepare.rs` | planning of one rank, and a new batch |
-//! | `column_merge.rs` | merge of the partial results of key columns |
 //! | `group_batch.rs` | the batch of a group |
 //!
 //! The ring is a [`Ring`] like any other, whose passes run within the calls of this engine. All
@@ -46,13 +45,11 @@
 //! and so cannot differ from ring to ring. All-gathers of an inner ring are
 //! all-gathers of all ranks, which every inner ring makes in the same order.
 
-mod column_merge;
 mod exchange;
 mod group_batch;
 mod inner_ring;
 mod passes;
 mod prepare;
-mod shard_tensor;
 mod shard_tensors;
 mod subset;
 
@@ -73,8 +70,7 @@ use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Rou
 use self::{
     exchange::HeadExchange,
     prepare::{PreparedGrid, check},
-    shard_tensor::ShardTensor,
-    shard_tensors::ShardTensors,
+    shard_tensors::{ShardTensor, ShardTensors},
     subset::Subset,
 };
 use crate::{
