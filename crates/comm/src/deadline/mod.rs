@@ -39,7 +39,6 @@
 //! must call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth
 //! of the deadline costs a reading of the clock and sends nothing.
 
-mod arrivals;
 mod checks;
 
 use std::{
@@ -55,7 +54,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::{arrivals::EntryArrivals, checks::Receives};
+use self::checks::{EntryArrivals, Receives};
 use crate::{delegate::forward_control, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.

@@ -21,7 +21,7 @@ use std::{
 
 use annulus_core::{
     Backend, Channel, DType, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView,
-    HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index, memory,
+    HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index,
 };
 
 use super::{CacheBuffers, KvCache};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use annulus_core::{Error, HostBuffer, Result};
 
 use super::{
-    all_gather::{GatherMessage, TreeAllGather},
+    circulant::{GatherMessage, TreeAllGather},
     endpoint::MpiEndpoint,
     frame::ControlFrame,
     messages::{MessageBuffer, MessageKind},

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use annulus_core::{Channel, Host, HostBuffer, MessageHeader, Space, index};
 
-use crate::{message::MessageKey, ring::block_parts};
+use crate::{message::MessageKey, ring::overlap};
 
 /// Kind of a message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,7 +197,7 @@ impl WireTags {
     pub(super) fn new(last_tag: u64, ranks: usize) -> Option<Self> {
         let available = (last_tag + 1) / CHANNELS;
         // tags in flight span two passes, each of up to two circulations; twice that to be safe
-        let needed = 8 * block_parts::tags(ranks);
+        let needed = 8 * overlap::tags(ranks);
         let window = needed.max(LEAST_WINDOW).min(available);
         let contexts = (available / window.max(1)).clamp(1, MOST_CONTEXTS + 1) - 1;
         (available >= needed).then(|| Self {
@@ -256,7 +256,7 @@ mod tests {
         {
             let tags = WireTags::new(last_tag, ranks).unwrap();
             let mut seen = BTreeSet::new();
-            let window = 8 * block_parts::tags(ranks);
+            let window = 8 * overlap::tags(ranks);
             let slots = tags.contexts;
             // contexts of distinct slots, around the end of a period of numbers
             let contexts = [0, slots / 2, slots.saturating_sub(1)].map(|number| number + 7);

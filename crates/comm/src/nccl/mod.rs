@@ -14,7 +14,7 @@
 //! differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
-//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
+//! (`ring/overlap.rs`) are groups of their own, and computing on one part overlaps receiving
 //! the next.
 //!
 //! # Errors

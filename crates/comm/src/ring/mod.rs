@@ -3,31 +3,27 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
-//! | `one_pass.rs` | a step of the one-pass backward |
-//! | `final_gradients.rs` | gradients that arrive, and their reduction into the local dK/dV |
+//! | `one_pass.rs` | a step of the one-pass backward; gradients that arrive, and their reduction |
 //! | `blocks.rs` | receives ahead and forwarding of blocks |
 //! | `buffers.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs` | from rows to the messages of one rank |
 //! | `planning.rs` | a plan or a new batch on all ranks; the proof that all lengths match |
-//! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
+//! | `overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
 //! | `step_events.rs` | events for a caller that shows progress |
-//! | `check.rs`, `describe.rs` | arguments, before anything is sent; the plan as text |
+//! | `check.rs` | arguments, before anything is sent; what ranks compare; the plan as text |
 //!
 //! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
 //! ([`Transport`]).
 
-pub(crate) mod block_parts;
 mod blocks;
 mod buffers;
 pub(crate) mod check;
-pub(crate) mod describe;
-mod final_gradients;
 pub(crate) mod in_flight;
-mod leaf_owners;
 mod one_pass;
+pub(crate) mod overlap;
 mod plan;
 pub(crate) mod planning;
 pub(crate) mod program;
@@ -35,7 +31,6 @@ pub(crate) mod reduce;
 mod ring_loop;
 pub(crate) mod slices;
 pub(crate) mod step_events;
-mod tail_overlap;
 
 use std::{
     num::NonZeroUsize,
@@ -383,13 +378,13 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
-        let described = checked.map(|()| describe::call(name));
+        let described = checked.map(|()| check::call(name));
         self.calls.entries.enter(self.transport.as_mut(), &described).map(drop)
     }
 
     /// Takes the tags of a pass. A two-pass backward circulates two kinds of blocks.
     pub(super) const fn take_tags(&mut self) -> u64 {
-        self.calls.take_tags(2 * block_parts::tags(self.ranks))
+        self.calls.take_tags(2 * overlap::tags(self.ranks))
     }
 }
 

@@ -9,7 +9,7 @@ use annulus_core::{
 };
 use annulus_plan::{Group, Message, RankSchedule};
 
-use super::block_parts::{self, SplitSize};
+use super::overlap::{self, SplitSize};
 
 /// One ring step of a rank.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(crate) struct RankProgram {
     /// Rows of the local block that other ranks read from it.
     pub(crate) sent: RowSet,
     /// Rows of the local block that are attended to in step 0 of a backward pass; the others, the
-    /// tail, come after the last step. See `tail_overlap.rs`.
+    /// tail, come after the last step. See `overlap.rs`.
     pub(crate) head_rows: u64,
     /// Reduction of the tail's gradients into the local dK/dV.
     pub(crate) tail_reduce: HomeReduce,
@@ -185,11 +185,11 @@ fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
 
 /// Returns the rows of each part of a block; none if it is not split.
 fn row_parts(rows: &RowSet, split: SplitSize) -> Vec<RowSet> {
-    let parts = block_parts::parts_of(rows, split);
+    let parts = overlap::parts_of(rows, split);
     if parts.len() == 1 {
         return Vec::new();
     }
-    let select = |part| block_parts::slice(rows.ranges(), part).into_iter().collect();
+    let select = |part| overlap::slice(rows.ranges(), part).into_iter().collect();
     parts.iter().map(select).collect()
 }
 
@@ -230,14 +230,14 @@ impl Addressing<'_> {
         let parts = |message: &Message, split: Option<SplitSize>| {
             split.map_or_else(
                 || std::iter::once(0..message.rows.count()).collect(),
-                |split| block_parts::parts_of(&message.rows, split),
+                |split| overlap::parts_of(&message.rows, split),
             )
         };
         let mut transfers = MessageGroup::default();
         for message in &group.sends {
             let records = source.record_ranges(&message.rows);
             for (number, part) in parts(message, sent).iter().enumerate() {
-                let records = block_parts::slice(&records, part);
+                let records = overlap::slice(&records, part);
                 transfers.sends.push(self.message(message, number, &records));
             }
         }

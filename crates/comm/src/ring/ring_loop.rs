@@ -47,19 +47,18 @@ use annulus_core::{
     LeafSums, Outputs, Result, Space, View, ViewMut, Workspace,
 };
 
-use crate::profiler::span;
-
 use super::{
-    Ring, block_parts,
+    Ring,
     blocks::{Blocks, circulate},
     buffers::GradientStock,
-    final_gradients::FinalGradients,
     in_flight::InFlight,
-    one_pass::{OnePass, Sums},
+    one_pass::{FinalGradients, OnePass, Sums},
+    overlap,
     plan::{GroupPace, RingPlan},
     program,
     step_events::{CirculationKind, PassKind},
 };
+use crate::profiler::span;
 
 impl<B: Backend> Ring<B> {
     /// Runs the forward pass, within a call of all ranks. Returns the exposed communication.
@@ -166,7 +165,7 @@ impl<B: Backend> Ring<B> {
             one_pass.post_gradients(step, sum, pace.whole_groups)?;
         }
         let local_kv = one_pass.finish_blocks(blocks)?;
-        // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
+        // the tail of the local block overlaps the last final gradients; see `overlap.rs`
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(tail)?;
 
@@ -211,7 +210,7 @@ impl<B: Backend> Ring<B> {
         })?;
         let waited = in_flight.waited();
 
-        let second_tag = first_tag + block_parts::tags(*ranks);
+        let second_tag = first_tag + overlap::tags(*ranks);
         let circulation = CirculationKind::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
