@@ -14,7 +14,7 @@ use annulus_core::{
 
 use crate::{
     delegate::forward_control,
-    message::{self, MessageKey},
+    message::{self, Failure, MessageKey},
     staged::{StagedReceive, Staging},
 };
 
@@ -28,7 +28,7 @@ pub struct Checksum<T> {
     staging: Staging,
     receives: Vec<StagedReceive<Host>>,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 impl<T: Transport<Host>> Checksum<T> {
@@ -40,7 +40,7 @@ impl<T: Transport<Host>> Checksum<T> {
             staging: Staging::default(),
             receives: Vec::new(),
             bytes_sent: 0,
-            failed: None,
+            failure: Failure::default(),
         }
     }
 
@@ -162,16 +162,12 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        match &self.failed {
-            Some(error) => Err(error.clone()),
-            None => self.inner.progress(timeout),
-        }
+        self.failure.check()?;
+        self.inner.progress(timeout)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         let key = MessageKey::of(header);
         let is_same = |receive: &StagedReceive<Host>| MessageKey::of(&receive.header) == key;
         let Some(position) = self.receives.iter().position(is_same) else {
@@ -182,8 +178,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         };
         let receive = self.receives.swap_remove(position);
         let verified = self.verify(receive, arrived.buffer);
-        self.failed = verified.as_ref().err().cloned();
-        verified.map(|buffer| Some(Arrived { buffer, ready: () }))
+        self.failure.remember(verified).map(|buffer| Some(Arrived { buffer, ready: () }))
     }
 
     annulus_core::messages_are_blocks! {}

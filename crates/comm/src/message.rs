@@ -114,6 +114,47 @@ pub(crate) fn copy(
     }
 }
 
+/// Removes the items of a list for which `poll` returns a value. Returns them with it, in order.
+pub(crate) fn take_ready<T, R>(
+    list: &mut Vec<T>,
+    mut poll: impl FnMut(&mut T) -> Result<Option<R>>,
+) -> Result<Vec<(T, R)>> {
+    let mut ready = Vec::new();
+    let mut index = 0;
+    while let Some(item) = list.get_mut(index) {
+        match poll(item)? {
+            Some(value) => ready.push((list.remove(index), value)),
+            None => index += 1,
+        }
+    }
+    Ok(ready)
+}
+
+/// The error that has ended an endpoint: every later call returns it.
+#[derive(Debug, Default)]
+pub(crate) struct Failure(Option<Error>);
+
+impl Failure {
+    /// Returns the error, if the endpoint has ended.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.0.clone().map_or(Ok(()), Err)
+    }
+
+    /// Records the error of a call, if it is fatal and the first.
+    pub(crate) fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| {
+            if error.is_fatal() {
+                self.end(error);
+            }
+        })
+    }
+
+    /// Ends the endpoint with an error, unless another one has.
+    pub(crate) fn end(&mut self, error: &Error) {
+        self.0.get_or_insert_with(|| error.clone());
+    }
+}
+
 /// Returns the one range of a message of `bytes` bytes at the front of a buffer.
 pub(crate) fn front(bytes: u64) -> Arc<[Range<u64>]> {
     std::iter::once(0..bytes).collect()

@@ -16,7 +16,10 @@ use std::{
 use annulus_core::{Arrived, Error, MessageHeader, Result, Space, Transport};
 
 use super::{Deadline, LONGEST_POLL, Silence, Wait};
-use crate::{message::MessageKey, observed::ObservedClock};
+use crate::{
+    message::{MessageKey, take_ready},
+    observed::ObservedClock,
+};
 
 /// Time after the deadline in which other ranks may report the silence of ranks that this one does
 /// not watch, before it reports a lost message: several checks and the way of an abort.
@@ -79,7 +82,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         });
         let Some(error) = error else { return arrival_timeout.map_or(Ok(()), Err) };
         self.inner.abort(&error);
-        self.failed = Some(error.clone());
+        self.failure.end(&error);
         Err(error)
     }
 
@@ -247,16 +250,8 @@ impl<S: Space> Receives<S> {
         &mut self,
         mut take: impl FnMut(&MessageHeader) -> Result<Option<Arrived<S>>>,
     ) -> Result<()> {
-        let mut position = 0;
-        while let Some((header, _)) = self.posted.get(position) {
-            match take(header)? {
-                Some(arrived) => {
-                    let (header, _) = self.posted.swap_remove(position);
-                    self.arrived.push((header, arrived));
-                }
-                None => position += 1,
-            }
-        }
+        let arrived = take_ready(&mut self.posted, |(header, _)| take(header))?;
+        self.arrived.extend(arrived.into_iter().map(|((header, _), arrived)| (header, arrived)));
         Ok(())
     }
 

@@ -53,7 +53,7 @@ use self::{
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
-    message::{self, MessageKey, not_posted},
+    message::{self, MessageKey, not_posted, take_ready},
     staged::DeviceHeartbeat,
 };
 
@@ -189,7 +189,7 @@ impl<T: Transport<Host>> Nccl<T> {
         }
     }
 
-    fn check_alive(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
@@ -244,23 +244,9 @@ impl<T: Transport<Host>> Nccl<T> {
             self.entering =
                 Some(group.hand_over(&self.communicator, &self.stream, &mut self.staging)?);
         }
-        let mut index = 0;
-        while let Some(kernel) = self.kernels.get(index) {
-            if kernel.passed_in_time()? {
-                self.kernels.swap_remove(index);
-            } else {
-                index += 1;
-            }
-        }
-        let mut index = 0;
-        while let Some(in_flight) = self.in_flight.get_mut(index) {
-            match in_flight.take_completed()? {
-                Some(arrived) => {
-                    self.arrived.extend(arrived);
-                    self.in_flight.remove(index);
-                }
-                None => index += 1,
-            }
+        take_ready(&mut self.kernels, |kernel| Ok(kernel.passed_in_time()?.then_some(())))?;
+        for (_, arrived) in take_ready(&mut self.in_flight, GroupInFlight::take_completed)? {
+            self.arrived.extend(arrived);
         }
         Ok(())
     }
@@ -326,7 +312,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        self.check_alive()?;
+        self.check()?;
         let headers = sends
             .iter()
             .map(|send| (&send.header, send.buffer))
@@ -345,7 +331,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        self.check_alive()?;
+        self.check()?;
         let pumped = self.pump();
         self.remember(pumped)?;
         self.heartbeat.poll(!self.kernels.is_empty(), &mut self.inner);
@@ -357,7 +343,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        self.check_alive()?;
+        self.check()?;
         let key = MessageKey::of(header);
         let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(index) = self.arrived.iter().position(|(other, _)| same(other)) {

@@ -38,7 +38,7 @@ use annulus_core::{
 
 pub use self::each_rank::each_rank;
 use self::pump::{Data, Envelope, Mailboxes};
-use crate::message::{self, LastTags, MessageKey, ReceiveRequest};
+use crate::message::{self, Failure, LastTags, MessageKey, ReceiveRequest};
 
 /// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
 /// messages of all others: O(ranks²) memory.
@@ -82,7 +82,7 @@ pub fn ring(ranks: usize) -> Vec<Threads> {
         step: 0,
         consumed: 0,
         bytes_sent: 0,
-        failed: None,
+        failure: Failure::default(),
     };
     receivers.into_iter().enumerate().map(endpoint).collect()
 }
@@ -107,7 +107,7 @@ pub struct Threads {
     /// Number of messages of this rank that had been consumed at the last poll.
     consumed: u64,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 struct ThreadsReceive {
@@ -157,9 +157,7 @@ impl Transport<Host> for Threads {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         for send in sends {
             message::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
         }
@@ -171,7 +169,7 @@ impl Transport<Host> for Threads {
             is_shared: buffer.is_shared(),
         });
         let checked = self.last_tags.check(self.mailboxes.ranks(), requests);
-        checked.inspect_err(|error| self.fail(error))?;
+        self.failure.remember(checked)?;
         for Incoming { header, buffer } in receives.drain(..) {
             self.step = header.step;
             self.last_tags.post(&header);
@@ -207,15 +205,14 @@ impl Transport<Host> for Threads {
         self.mailboxes.mark_awake(self.rank);
         moved?;
         if let Some(envelope) = envelope {
-            self.accept(envelope).inspect_err(|error| self.fail(error))?;
+            let accepted = self.accept(envelope);
+            self.failure.remember(accepted)?;
         }
         self.pump().map(drop)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         let key = MessageKey::of(header);
         let is_it = |receive: &ThreadsReceive| MessageKey::of(&receive.header) == key;
         let index =
@@ -259,9 +256,7 @@ impl Control for Threads {
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         let from = self.rank;
         let bytes = Arc::<[u8]>::from(bytes);
         let own = &mut self.all_gather(round).parts[from];
@@ -312,7 +307,7 @@ impl Control for Threads {
     }
 
     fn abort(&mut self, error: &Error) {
-        self.failed.get_or_insert_with(|| error.clone());
+        self.failure.end(error);
         self.mailboxes.abort(self.rank, error.to_string());
     }
 

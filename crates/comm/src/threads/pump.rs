@@ -31,17 +31,9 @@ impl Threads {
     /// # Errors
     /// A fatal one ([`Error::is_fatal`]) ends the endpoint.
     pub(super) fn pump(&mut self) -> Result<bool> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        self.try_pump().inspect_err(|error| self.fail(error))
-    }
-
-    /// Records the error that ends this endpoint, if it is fatal.
-    pub(super) fn fail(&mut self, error: &Error) {
-        if error.is_fatal() {
-            self.failed.get_or_insert_with(|| error.clone());
-        }
+        self.failure.check()?;
+        let moved = self.try_pump();
+        self.failure.remember(moved)
     }
 
     fn try_pump(&mut self) -> Result<bool> {
