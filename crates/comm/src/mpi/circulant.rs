@@ -410,41 +410,60 @@ mod tests {
         }
     }
 
+    /// Runs an all-gather of `parts`, whose messages arrive in an order drawn from `pick`. Returns the
+    /// parts that all ranks have, the number of messages, and the most bytes that a rank has sent,
+    /// with 24 bytes for each run.
+    fn gather(
+        parts: &[Vec<u8>],
+        mut pick: impl FnMut(usize) -> usize,
+    ) -> (Vec<Vec<u8>>, usize, usize) {
+        let ranks = parts.len();
+        let mut gathers: Vec<TreeAllGather> =
+            (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
+        let mut sent = vec![0; ranks];
+        let mut in_flight = Vec::new();
+        let mut messages = 0;
+        let mut send = |rank: usize, gather: &mut TreeAllGather, in_flight: &mut Vec<_>| {
+            while let Some(GatherMessage { receiver, ranks }) = gather.next(rank) {
+                let runs = gather.runs(ranks);
+                sent[rank] += runs.iter().map(|run| 24 + run.bytes.len()).sum::<usize>();
+                messages += 1;
+                in_flight.push((receiver, runs));
+            }
+        };
+        for (rank, gather) in gathers.iter_mut().enumerate() {
+            assert!(gather.put(rank, &parts[rank]));
+            gather.number = Some(0);
+            send(rank, gather, &mut in_flight);
+        }
+        while !in_flight.is_empty() {
+            let (receiver, runs) = in_flight.swap_remove(pick(in_flight.len()));
+            let gather = &mut gathers[receiver];
+            for run in runs {
+                assert!(gather.put_run(&run) && !gather.put_run(&run));
+            }
+            let missing = gather.parts.iter().filter(|part| part.is_none()).count();
+            assert_eq!(gather.missing, missing);
+            send(receiver, gather, &mut in_flight);
+        }
+        assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
+        let mut all = gathers.into_iter().map(TreeAllGather::into_parts);
+        let first = all.next().unwrap();
+        assert!(all.all(|parts| parts == first));
+        (first, messages, sent.into_iter().max().unwrap())
+    }
+
     proptest! {
         #[test]
-        fn every_part_reaches_every_rank_once(
-            ranks in 1usize..70,
+        fn every_part_reaches_every_rank_once_in_any_order(
+            parts in prop::collection::vec(0u8..3, 1..70),
             order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
         ) {
-            let mut gathers: Vec<TreeAllGather> = (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
-            let mut in_flight = Vec::new();
-            for (rank, gather) in gathers.iter_mut().enumerate() {
-                prop_assert!(gather.put(rank, &[rank as u8]));
-                gather.number = Some(0);
-                while let Some(message) = gather.next(rank) {
-                    in_flight.push(message);
-                }
-            }
-            // messages arrive in any order
-            let mut arrived = 0;
-            while !in_flight.is_empty() {
-                let index = order[arrived % order.len()].index(in_flight.len());
-                let GatherMessage { receiver, ranks: parts } = in_flight.swap_remove(index);
-                arrived += 1;
-                let gather = &mut gathers[receiver];
-                for from in parts {
-                    prop_assert!(gather.put(from, &[from as u8]));
-                    prop_assert!(!gather.put(from, &[]));
-                }
-                let missing = gather.parts.iter().filter(|part| part.is_none()).count();
-                prop_assert_eq!(gather.missing, missing);
-                while let Some(message) = gather.next(receiver) {
-                    in_flight.push(message);
-                }
-            }
-            prop_assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
-            prop_assert!(!gathers[0].put(ranks, &[]));
-            prop_assert_eq!(arrived, ranks * ranks.next_power_of_two().ilog2() as usize);
+            let parts: Vec<Vec<u8>> = parts.into_iter().map(|part| vec![part; part.into()]).collect();
+            let mut order = order.into_iter().cycle();
+            let (gathered, messages, _) = gather(&parts, |len| order.next().unwrap().index(len));
+            prop_assert_eq!(&gathered, &parts);
+            prop_assert_eq!(messages, parts.len() * parts.len().next_power_of_two().ilog2() as usize);
         }
     }
 
@@ -464,56 +483,20 @@ mod tests {
         assert!(!gather.has_messages_left() && !gather.is_complete() && gather.is_incomplete());
     }
 
-    /// Runs an all-gather of `parts` and returns the parts that all ranks have, and the most bytes
-    /// that a rank has sent, with 24 bytes for each run.
-    fn gather(parts: &[Vec<u8>]) -> (Vec<Vec<u8>>, usize) {
-        let ranks = parts.len();
-        let mut gathers: Vec<TreeAllGather> =
-            (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
-        let mut sent = vec![0; ranks];
-        let mut in_flight = Vec::new();
-        let mut send = |rank: usize, gather: &mut TreeAllGather, in_flight: &mut Vec<_>| {
-            while let Some(GatherMessage { receiver, ranks }) = gather.next(rank) {
-                let runs = gather.runs(ranks);
-                sent[rank] += runs.iter().map(|run| 24 + run.bytes.len()).sum::<usize>();
-                in_flight.push((receiver, runs));
-            }
-        };
-        for (rank, gather) in gathers.iter_mut().enumerate() {
-            assert!(gather.put(rank, &parts[rank]));
-            gather.number = Some(0);
-            send(rank, gather, &mut in_flight);
-        }
-        while let Some((receiver, runs)) = in_flight.pop() {
-            let gather = &mut gathers[receiver];
-            for run in runs {
-                assert!(gather.put_run(&run) && !gather.put_run(&run));
-            }
-            send(receiver, gather, &mut in_flight);
-        }
-        let mut all = gathers.into_iter().map(TreeAllGather::into_parts);
-        let first = all.next().unwrap();
-        assert!(all.all(|parts| parts == first));
-        (first, sent.into_iter().max().unwrap())
-    }
-
     #[test]
     fn an_agreement_sends_equal_parts_once_a_message() {
         for ranks in [1usize, 2, 3, 7, 64, 500] {
             let rounds = ranks.next_power_of_two().ilog2() as usize;
             let mut parts = vec![vec![7; 45]; ranks];
-            let (gathered, most) = gather(&parts);
+            let (gathered, _, most) = gather(&parts, |len| len - 1);
             assert_eq!(gathered, parts);
             // two runs where the ranks wrap around
             assert!(most <= rounds * 2 * (45 + 24), "{ranks} ranks: {most} bytes");
             // one that differs splits a run
             parts[ranks / 3] = vec![8; 45];
-            let (gathered, most) = gather(&parts);
+            let (gathered, _, most) = gather(&parts, |len| len - 1);
             assert_eq!(gathered, parts);
             assert!(most <= rounds * 4 * (45 + 24), "{ranks} ranks: {most} bytes");
-            // all of them
-            let parts: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank % 5]).collect();
-            assert_eq!(gather(&parts).0, parts);
         }
     }
 

@@ -303,7 +303,8 @@ fn a_full_log_keeps_the_last_events_and_the_whole_waiting_time() {
     assert_eq!(labels[0]["args"]["labels"], dropped);
     assert_eq!(labels.len(), 2);
     // that of the waits that were replaced, too: each of 5 ms
-    assert!(logs[0].waited() >= Duration::from_millis(20), "{:?}", logs[0].waited());
+    let [late, early] = [1, 0].map(|rank: usize| logs[rank].waited());
+    assert!(early >= Duration::from_millis(20) && early > late, "{early:?} {late:?}");
     for log in &logs {
         let events = log.events();
         assert_eq!(events.len(), 5);
@@ -322,22 +323,6 @@ fn a_full_log_keeps_the_last_events_and_the_whole_waiting_time() {
         log.span("after", 0, Instant::now());
         assert_eq!(log.events().len(), 1);
     }
-}
-
-#[test]
-fn a_trace_reports_the_waiting_time_of_a_rank() {
-    let waited = on_ring(
-        2,
-        |endpoint| Trace::new(endpoint, Instant::now()),
-        |mut endpoint| {
-            if endpoint.rank() == 1 {
-                std::thread::sleep(Duration::from_millis(60));
-            }
-            barrier(&mut endpoint, 0).unwrap();
-            endpoint.log().waited()
-        },
-    );
-    assert!(waited[0] >= Duration::from_millis(40) && waited[0] > waited[1], "{waited:?}");
 }
 
 fn message(from: usize, to: usize, bytes: u64) -> Message {
