@@ -155,15 +155,6 @@ macro_rules! forward_transport {
             $crate::core::Transport::<$space>::take(&mut self.inner, header)
         }
     };
-    (@ $space:ty, post_host) => {
-        fn post_host(
-            &mut self,
-            sends: &[$crate::core::Outgoing<'_, $crate::core::Host>],
-            receives: &mut Vec<$crate::core::Incoming<$crate::core::Host>>,
-        ) -> $crate::core::Result<()> {
-            $crate::core::Transport::<$space>::post_host(&mut self.inner, sends, receives)
-        }
-    };
     (@ $space:ty, take_host) => {
         fn take_host(
             &mut self,

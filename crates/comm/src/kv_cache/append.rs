@@ -9,11 +9,15 @@ use std::{ops::Range, time::Duration};
 
 use annulus_core::{
     Backend, Block, Capabilities, Dims, Error, Host, HostTensors, HostView, Result, RowLayout,
-    RowSegment, RowSet, Rows, Runs, Shard, Space, Spec, Transport, index, memory,
+    RowSegment, RowSet, Rows, Runs, Space, Spec, Transport, index, memory,
 };
 use annulus_plan::Strategy;
 
-use super::{KvCache, page_set::Pages, page_tree};
+use super::{
+    KvCache,
+    page_set::{Pages, shard_of},
+    page_tree,
+};
 use crate::{
     calls::Collective,
     ring::{
@@ -318,8 +322,7 @@ impl<S: HostTensors> Segments<S> {
     fn expand(&self, local: Range<u64>, rows: &mut Rows) -> Result<()> {
         let numbers = self.pages.row_numbers(local);
         let all = RowSet::all(numbers.len());
-        let shard = Shard { positions: vec![numbers.clone()], rows: numbers, segments: Vec::new() };
-        shard.expand(&all, rows)
+        shard_of(numbers).expand(&all, rows)
     }
 }
 

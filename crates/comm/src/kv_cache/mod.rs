@@ -38,13 +38,13 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, Error, Host, HostBuffer, HostTensors, HostView, HostViewMut,
-    MessageBalance, Outputs, Passes, RankShard, Result, Rows, Runs, Space, Spec, Transport,
-    Workspace,
+    MessageBalance, Outputs, Passes, RankShard, Result, RowSet, Rows, Space, Spec, Transport,
+    Workspace, memory,
 };
 
 use self::{
     append::Segments,
-    page_set::Pages,
+    page_set::{Pages, counting, shard_of},
     page_tree::PageTree,
     partial_call::{MESSAGE_BYTES, ROUND_TAGS, RankPartialShape, Rounds},
 };
@@ -85,12 +85,30 @@ pub struct KvCache<B: Backend> {
 }
 
 /// Buffers of the messages of one round.
+#[derive(Default)]
 struct CacheBuffers {
-    /// Bytes of each.
-    bytes: u64,
     own: Option<HostBuffer>,
     /// One for each other rank.
     receives: Vec<HostBuffer>,
+}
+
+impl CacheBuffers {
+    /// Allocates buffers of at least these bytes, unless there are.
+    fn reserve(&mut self, sent: u64, received: u64, ranks: usize) -> Result<()> {
+        let is_long = |buffer: &HostBuffer, bytes| Host::size(buffer) >= bytes;
+        if self.own.as_ref().is_some_and(|own| is_long(own, sent))
+            && self.receives.iter().all(|buffer| is_long(buffer, received))
+        {
+            return Ok(());
+        }
+        let own = Some(HostBuffer::zeroed(sent)?);
+        let mut receives = memory::list("messages", ranks - 1)?;
+        for _ in 1..ranks {
+            receives.push(HostBuffer::zeroed(received)?);
+        }
+        *self = Self { own, receives };
+        Ok(())
+    }
 }
 
 impl<B: Backend<Space: HostTensors>> KvCache<B> {
@@ -150,7 +168,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             segments,
             workspace: None,
             tree: None,
-            buffers: CacheBuffers { bytes: 0, own: None, receives: Vec::new() },
+            buffers: CacheBuffers::default(),
             posts_ahead,
             lengths: None,
             calls: Calls::new(1),
@@ -330,15 +348,9 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Lists the queries with the row numbers `rows`.
     pub(super) fn query_rows(&self, rows: &Range<u64>) -> Result<Arc<Rows>> {
-        let numbers = Runs::counting(rows.start.cast_signed(), rows.end - rows.start);
-        let all = annulus_core::RowSet::all(numbers.len());
         let mut of_queries = Rows::default();
-        let shard = annulus_core::Shard {
-            positions: vec![numbers.clone()],
-            rows: numbers,
-            segments: Vec::new(),
-        };
-        shard.expand(&all, &mut of_queries)?;
+        let all = RowSet::all(rows.end - rows.start);
+        shard_of(counting(rows)).expand(&all, &mut of_queries)?;
         Ok(Arc::new(of_queries))
     }
 

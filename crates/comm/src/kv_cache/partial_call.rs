@@ -24,7 +24,7 @@ use annulus_core::{
     HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index,
 };
 
-use super::{CacheBuffers, KvCache};
+use super::KvCache;
 use crate::{
     merged_softmax::{MergedSoftmax, PartialMerge, too_short},
     ring::{PassKind, in_flight::InFlight, program::MessageGroup, step_events::Observer},
@@ -36,15 +36,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let rows = rounds.rows(0);
         self.attend_to_queries(&rows)?;
         let bytes = self.partial_shape(annulus_core::index(rows.end - rows.start)).bytes();
-        if self.buffers.bytes < bytes {
-            let mut receives = annulus_core::memory::list("messages", self.ranks - 1)?;
-            let own = HostBuffer::zeroed(bytes)?;
-            for _ in 1..self.ranks {
-                receives.push(HostBuffer::zeroed(bytes)?);
-            }
-            self.buffers = CacheBuffers { bytes, own: Some(own), receives };
-        }
-        Ok(())
+        self.buffers.reserve(bytes, bytes, self.ranks)
     }
 
     /// Adapts the workspace to the queries with the row numbers `rows`.

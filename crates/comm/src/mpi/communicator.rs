@@ -63,9 +63,10 @@ impl ParentCommunicator {
 /// A communicator created here, with errors returned.
 pub(super) struct MpiCommunicator {
     raw: ffi::MPI_Comm,
-    rank: usize,
-    ranks: usize,
-    last_tag: u64,
+    pub(super) rank: usize,
+    pub(super) ranks: usize,
+    /// Highest tag that this MPI can send.
+    pub(super) last_tag: u64,
     /// The only thread that may use it, where MPI does not grant `MPI_THREAD_MULTIPLE`.
     owner: Option<ThreadId>,
 }
@@ -136,19 +137,6 @@ impl MpiCommunicator {
         check(code, PeerStep::of(self.rank))?;
         let last_tag = last_tag(self.raw);
         Ok(Self { last_tag, ..self })
-    }
-
-    pub(super) const fn rank(&self) -> usize {
-        self.rank
-    }
-
-    pub(super) const fn ranks(&self) -> usize {
-        self.ranks
-    }
-
-    /// Returns the highest tag that this MPI can send.
-    pub(super) const fn last_tag(&self) -> u64 {
-        self.last_tag
     }
 
     /// Returns true if any thread may use it.

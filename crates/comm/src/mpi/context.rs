@@ -197,14 +197,14 @@ fn wait_for_all_to_leave(shared: &SharedEndpoint) -> bool {
             let endpoint = shared.lock();
             // the last frames of neighbours are the only ones that may arrive after the barrier
             let is_done = endpoint.barrier.is_complete()
-                && endpoint.peers.staying().is_empty()
+                && endpoint.peers.staying.is_empty()
                 && endpoint.requests.is_empty()
                 && endpoint.contexts.is_empty();
             if is_done {
                 return !endpoint.has_unmatched;
             }
             // a rank that has failed does not enter the barrier
-            if endpoint.peers.has_failed_neighbour()
+            if endpoint.peers.has_failed_neighbour
                 || started.elapsed() >= endpoint.settings.drop_patience
             {
                 return false;
@@ -256,7 +256,7 @@ impl MpiEndpoint {
         };
         // the last frame also to neighbours that have left: they may be waiting for it in their
         // drop
-        let neighbours = if is_last { self.peers.neighbours() } else { self.peers.staying() };
+        let neighbours = if is_last { &self.peers.neighbours } else { &self.peers.staying };
         let mut peers: BTreeSet<usize> = neighbours.iter().copied().collect();
         if !is_healthy {
             peers.extend(waiting_for_this);

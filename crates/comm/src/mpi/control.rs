@@ -87,7 +87,7 @@ impl MpiEndpoint {
             Error::Aborted { rank, what } => (*rank as u64, what.clone()),
             error => (self.rank as u64, error.to_string()),
         };
-        for peer in self.peers.staying().to_vec() {
+        for peer in self.peers.staying.clone() {
             // a rank that does not get it fails at its deadline
             drop(self.send_to_each([peer], &ControlFrame::Abort { rank, what: what.clone() }));
         }
@@ -99,8 +99,8 @@ impl MpiEndpoint {
         let age = now.saturating_duration_since(at).as_nanos();
         let age = u64::try_from(age).unwrap_or(u64::MAX);
         let frame = ControlFrame::Heartbeat { rank: rank as u64, count, age };
-        let staying = self.peers.staying().to_vec();
-        let peers = staying.into_iter().filter(|&peer| self.peers[peer].count_heartbeat());
+        let staying = self.peers.staying.clone();
+        let peers = staying.into_iter().filter(|&peer| self.peers.all[peer].count_heartbeat());
         let peers: Vec<usize> = peers.collect();
         self.send_to_each(peers, &frame)
     }

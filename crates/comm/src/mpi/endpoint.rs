@@ -71,12 +71,12 @@ impl MpiEndpoint {
     pub(super) fn new(data: MpiCommunicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
         let control = MpiCommunicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
-        let rank = data.rank();
-        let ranks = data.ranks();
-        let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
+        let rank = data.rank;
+        let ranks = data.ranks;
+        let tags = WireTags::new(data.last_tag, ranks).ok_or_else(|| {
             Error::unsupported(
                 format!("a ring of {ranks} ranks"),
-                format!("an MPI whose tags end at {}", data.last_tag()),
+                format!("an MPI whose tags end at {}", data.last_tag),
             )
         })?;
         let mut endpoint = Self::detached(rank, ranks);
@@ -174,7 +174,7 @@ impl MpiEndpoint {
         self.next_context += 1;
         // neighbours that have left the endpoint will not create it
         let left: Vec<(usize, Instant)> =
-            self.peers.left().iter().map(|(&peer, &at)| (peer, at)).collect();
+            self.peers.left.iter().map(|(&peer, &at)| (peer, at)).collect();
         let context = self.context(number);
         context.is_open = true;
         context.posts_ahead = posts_ahead;
@@ -237,8 +237,8 @@ impl Mpi {
         let mut endpoint = self.shared.lock();
         let result = work(&mut endpoint, self.context);
         // neighbours only leave
-        if endpoint.peers.staying().len() != self.watched.len() {
-            self.watched = endpoint.peers.staying().to_vec();
+        if endpoint.peers.staying.len() != self.watched.len() {
+            self.watched = endpoint.peers.staying.clone();
         }
         result
     }

@@ -378,7 +378,7 @@ impl Mpi {
             ranks: endpoint.ranks,
             nodes: Arc::clone(&endpoint.nodes),
             posts_ahead: endpoint.context(context).posts_ahead,
-            watched: endpoint.peers.staying().to_vec(),
+            watched: endpoint.peers.staying.clone(),
             seen: endpoint.moves,
             shared: Arc::clone(shared),
         })
@@ -405,7 +405,7 @@ impl Mpi {
 
     /// Returns the highest tag that MPI can send (`MPI_TAG_UB`), which bounds the ranks of a ring.
     pub fn last_tag(&self) -> u64 {
-        self.shared.lock().data.as_ref().map_or(0, MpiCommunicator::last_tag)
+        self.shared.lock().data.as_ref().map_or(0, |data| data.last_tag)
     }
 
     /// Returns true if any thread may use this endpoint: if MPI grants `MPI_THREAD_MULTIPLE`.

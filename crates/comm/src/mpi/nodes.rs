@@ -170,11 +170,11 @@ impl FirstRanks {
         // exists all ranks have come, so the split follows at once
         let world =
             MpiCommunicator::duplicate(ParentCommunicator::world(), c"annulus job", &timeout)?;
-        if !(1..=world.ranks()).contains(&count) {
+        if !(1..=world.ranks).contains(&count) {
             return Err(Error::invalid(
                 "ranks",
                 count,
-                format!("1 to {}, the ranks of this job", world.ranks()),
+                format!("1 to {}, the ranks of this job", world.ranks),
             ));
         }
         let first = world.first_ranks(count)?;
@@ -188,7 +188,7 @@ impl FirstRanks {
 
     /// Number of these ranks.
     pub const fn ranks(&self) -> usize {
-        self.communicator.ranks()
+        self.communicator.ranks
     }
 
     /// Creates this rank's endpoint of a new ring of these ranks.

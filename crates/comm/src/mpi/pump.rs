@@ -136,9 +136,9 @@ impl MpiEndpoint {
     fn start_frame_receive(&mut self) -> Result<bool> {
         let Some(control) = &self.control else { return Ok(false) };
         let kind =
-            |peer: usize| MessageKind::FrameReceive { peer, number: self.peers[peer].matched };
+            |peer: usize| MessageKind::FrameReceive { peer, number: self.peers.all[peer].matched };
         let Some(peer) = self.requests.receive_any(control, kind)? else { return Ok(false) };
-        self.peers[peer].matched += 1;
+        self.peers.all[peer].matched += 1;
         Ok(true)
     }
 
@@ -181,7 +181,7 @@ impl MpiEndpoint {
             }
             MessageKind::FrameReceive { number, .. } if delivered => {
                 let frame = buffer.into_host().map(|frame| (number, frame));
-                self.peers[peer].out_of_order.extend(frame);
+                self.peers.all[peer].out_of_order.extend(frame);
                 return self.process_frames(peer);
             }
             MessageKind::FrameReceive { .. } | MessageKind::FrameSend { .. } => {}
@@ -204,7 +204,7 @@ impl MpiEndpoint {
         };
         let is_data =
             matches!(kind, MessageKind::DataSend { .. } | MessageKind::DataReceive { .. });
-        !is_data && (self.peers.left().contains_key(&peer) || has_left())
+        !is_data && (self.peers.left.contains_key(&peer) || has_left())
     }
 
     /// Ends a posted receive, whose bytes have arrived in `arrived`.
@@ -242,7 +242,7 @@ impl MpiEndpoint {
             receive.buffer = Some(arrived);
         }
         receive.stage = ReceiveStage::Arrived;
-        self.peers[peer].hear();
+        self.peers.all[peer].hear();
         self.work.work(Instant::now());
         Ok(())
     }
@@ -250,11 +250,11 @@ impl MpiEndpoint {
     /// Processes the frames of `peer` that have arrived, in the order in which it sent them.
     fn process_frames(&mut self, peer: usize) -> Result<()> {
         while let Some(buffer) = {
-            let next = self.peers[peer].processed;
-            self.peers[peer].out_of_order.remove(&next)
+            let next = self.peers.all[peer].processed;
+            self.peers.all[peer].out_of_order.remove(&next)
         } {
-            self.peers[peer].processed += 1;
-            self.peers[peer].hear();
+            self.peers.all[peer].processed += 1;
+            self.peers.all[peer].hear();
             self.process_frame(peer, ControlFrame::decode(buffer.bytes(), peer)?)?;
         }
         Ok(())
@@ -360,7 +360,7 @@ impl MpiEndpoint {
             context.departures = departures;
         }
         for frame in frames {
-            self.send_to_each(self.peers.staying().to_vec(), &frame)?;
+            self.send_to_each(self.peers.staying.clone(), &frame)?;
         }
         Ok(())
     }
@@ -451,7 +451,7 @@ mod tests {
         let mut rank = gathering();
         rank.leave_endpoint(1, Instant::now(), false);
         assert_eq!(rank.deliver(lost(MessageKind::FrameReceive { peer: 1, number: 0 })), Ok(()));
-        assert_eq!((rank.peers[1].out_of_order.len(), rank.peers[1].processed), (0, 0));
+        assert_eq!((rank.peers.all[1].out_of_order.len(), rank.peers.all[1].processed), (0, 0));
         // a lost block is an error
         let key = MessageKey { peer: 1, channel: Channel::Kv, tag: 3 };
         rank.context(0).sends.push((key, 5));

@@ -211,7 +211,7 @@ impl Requests {
                 &raw mut status,
             )
         };
-        check(code, PeerStep::of(communicator.rank()))?;
+        check(code, PeerStep::of(communicator.rank))?;
         if found == 0 {
             return Ok(None);
         }

@@ -101,7 +101,7 @@ pub struct Threads {
     last_tags: LastTags,
     /// Sends to each peer.
     sends: Vec<PeerSends>,
-    all_gathers: BTreeMap<u64, ThreadsAllGather>,
+    all_gathers: BTreeMap<u64, GatherParts>,
     /// Step of the last post.
     step: usize,
     /// Number of messages of this rank that had been consumed at the last poll.
@@ -125,18 +125,15 @@ struct PeerSends {
     steps: VecDeque<usize>,
 }
 
-/// State of one all-gather.
-struct ThreadsAllGather {
-    /// Parts that have arrived, by rank.
-    parts: Vec<Option<Arc<[u8]>>>,
-}
+/// Parts of one all-gather that have arrived, by rank.
+type GatherParts = Vec<Option<Arc<[u8]>>>;
 
 impl std::fmt::Debug for Threads {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Threads")
             .field("rank", &self.rank)
-            .field("ranks", &self.mailboxes.ranks())
+            .field("ranks", &self.mailboxes.inboxes.len())
             .finish_non_exhaustive()
     }
 }
@@ -159,7 +156,7 @@ impl Transport<Host> for Threads {
     ) -> Result<()> {
         self.failure.check()?;
         for send in sends {
-            message::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
+            message::check(&send.header, self.mailboxes.inboxes.len(), Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
         receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
@@ -168,7 +165,7 @@ impl Transport<Host> for Threads {
             size: Host::size(buffer),
             is_shared: buffer.is_shared(),
         });
-        let checked = self.last_tags.check(self.mailboxes.ranks(), requests);
+        let checked = self.last_tags.check(self.mailboxes.inboxes.len(), requests);
         self.failure.remember(checked)?;
         for Incoming { header, buffer } in receives.drain(..) {
             self.step = header.step;
@@ -252,14 +249,14 @@ impl Control for Threads {
     }
 
     fn ranks(&self) -> usize {
-        self.mailboxes.ranks()
+        self.mailboxes.inboxes.len()
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.failure.check()?;
         let from = self.rank;
         let bytes = Arc::<[u8]>::from(bytes);
-        let own = &mut self.all_gather(round).parts[from];
+        let own = &mut self.all_gather(round)[from];
         if own.is_some() {
             return Err(Error::invalid(
                 "round",
@@ -277,9 +274,8 @@ impl Control for Threads {
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let is_started = |all_gather: &&ThreadsAllGather| all_gather.parts[self.rank].is_some();
-        let Some(ThreadsAllGather { parts }) = self.all_gathers.get(&round).filter(is_started)
-        else {
+        let is_started = |parts: &&GatherParts| parts[self.rank].is_some();
+        let Some(parts) = self.all_gathers.get(&round).filter(is_started) else {
             return Err(Error::invalid(
                 "round",
                 round,
@@ -300,9 +296,8 @@ impl Control for Threads {
     }
 
     fn stragglers(&self, round: u64) -> Vec<usize> {
-        let missing = |rank: &usize| {
-            self.all_gathers.get(&round).is_none_or(|started| started.parts[*rank].is_none())
-        };
+        let missing =
+            |rank: &usize| self.all_gathers.get(&round).is_none_or(|parts| parts[*rank].is_none());
         (0..self.ranks()).filter(missing).collect()
     }
 

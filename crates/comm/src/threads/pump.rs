@@ -22,7 +22,7 @@ use std::{
 
 use annulus_core::{Error, HostBuffer, MessageHeader, Result};
 
-use super::{Threads, ThreadsAllGather, ThreadsReceive};
+use super::{GatherParts, Threads, ThreadsReceive};
 use crate::message::{self, MessageKey};
 
 impl Threads {
@@ -41,7 +41,8 @@ impl Threads {
         let mut moved = self.flush();
         moved |= self.drain()?;
         moved |= self.count_receipts();
-        let lost = (0..self.mailboxes.ranks()).find(|&peer| self.missing_from(peer).is_some());
+        let lost =
+            (0..self.mailboxes.inboxes.len()).find(|&peer| self.missing_from(peer).is_some());
         if let Some(peer) = lost {
             // its last messages, its last receipts and its abort are visible by now
             self.drain()?;
@@ -55,7 +56,7 @@ impl Threads {
     }
 
     fn check_abort(&self) -> Result<()> {
-        match self.mailboxes.aborted() {
+        match self.mailboxes.aborted.get() {
             Some((rank, what)) if *rank != self.rank => {
                 Err(Error::Aborted { rank: *rank, what: what.clone() })
             }
@@ -81,7 +82,7 @@ impl Threads {
     fn flush_to(&mut self, peer: usize) -> bool {
         let mut moved = false;
         while let Some(envelope) = self.outboxes[peer].pop_front() {
-            match self.mailboxes.inbox(peer).try_send(envelope) {
+            match self.mailboxes.inboxes[peer].try_send(envelope) {
                 Ok(()) => moved = true,
                 Err(TrySendError::Full(envelope)) => {
                     self.outboxes[peer].push_front(envelope);
@@ -125,7 +126,7 @@ impl Threads {
         match envelope {
             Envelope::Wake => Ok(()),
             Envelope::GatherPart { from, round, bytes } => {
-                self.all_gather(round).parts[from] = Some(bytes);
+                self.all_gather(round)[from] = Some(bytes);
                 Ok(())
             }
             Envelope::Data(data) => {
@@ -199,19 +200,15 @@ impl Threads {
             self.receives.iter().find(|receive| receive.header.peer == peer && !receive.arrived);
         let receive = receive.map(|receive| receive.header.step);
         let send = || self.sends[peer].steps.front().copied();
-        let misses = |all_gather: &ThreadsAllGather| {
-            all_gather.parts[self.rank].is_some() && all_gather.parts[peer].is_none()
-        };
+        let misses = |parts: &GatherParts| parts[self.rank].is_some() && parts[peer].is_none();
         let all_gather = || self.all_gathers.values().any(misses).then_some(self.step);
         receive.or_else(send).or_else(all_gather)
     }
 
     /// Returns the state of all-gather `round`, created by its first use.
-    pub(super) fn all_gather(&mut self, round: u64) -> &mut ThreadsAllGather {
-        let ranks = self.mailboxes.ranks();
-        self.all_gathers
-            .entry(round)
-            .or_insert_with(|| ThreadsAllGather { parts: vec![None; ranks] })
+    pub(super) fn all_gather(&mut self, round: u64) -> &mut GatherParts {
+        let ranks = self.mailboxes.inboxes.len();
+        self.all_gathers.entry(round).or_insert_with(|| vec![None; ranks])
     }
 }
 
@@ -253,7 +250,7 @@ struct RankStatus {
 /// The shared state of a ring.
 pub(super) struct Mailboxes {
     created: Instant,
-    inboxes: Vec<SyncSender<Envelope>>,
+    pub(super) inboxes: Vec<SyncSender<Envelope>>,
     status: Vec<RankStatus>,
     consumed: Vec<Vec<AtomicU64>>,
     aborted: OnceLock<(usize, String)>,
@@ -269,14 +266,6 @@ impl Mailboxes {
             consumed: (0..ranks).map(|_| (0..ranks).map(|_| AtomicU64::new(0)).collect()).collect(),
             aborted: OnceLock::new(),
         }
-    }
-
-    pub(super) fn ranks(&self) -> usize {
-        self.inboxes.len()
-    }
-
-    pub(super) fn inbox(&self, rank: usize) -> &SyncSender<Envelope> {
-        &self.inboxes[rank]
     }
 
     /// Counts a message of `sender` that `receiver` has copied. The receiver must have released the
@@ -334,7 +323,7 @@ impl Mailboxes {
     }
 
     fn wake_all(&self) {
-        (0..self.ranks()).for_each(|rank| self.wake(rank));
+        (0..self.inboxes.len()).for_each(|rank| self.wake(rank));
     }
 
     /// Marks `rank` as left. All its earlier messages are in the inboxes by now.
@@ -351,9 +340,5 @@ impl Mailboxes {
     pub(super) fn abort(&self, rank: usize, what: String) {
         self.aborted.get_or_init(|| (rank, what));
         self.wake_all();
-    }
-
-    pub(super) fn aborted(&self) -> Option<&(usize, String)> {
-        self.aborted.get()
     }
 }
