@@ -76,12 +76,10 @@ impl<B: Backend> Ring<B> {
             workspace.forward(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
         in_flight.check()?;
 
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed);
-        let blocks =
-            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;
         circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |block, kv, tick| {
             if block.is_last { pass.attend_last(kv, outputs, tick) } else { pass.attend(kv, tick) }
@@ -132,13 +130,13 @@ impl<B: Backend> Ring<B> {
             })?;
         in_flight.check()?;
 
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed).with_gradients();
-        let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let mut blocks = Blocks::new(steps, |step| &step.kv, pace, &mut buffers.blocks, pack)?;
         let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
-        let final_gradients = FinalGradients::new(steps, &in_flight, finals, pace.whole_groups);
+        let final_gradients =
+            FinalGradients::new(steps, &in_flight, finals, local_dkv, pace.whole_groups);
         let mut one_pass = OnePass {
             pass,
             plan,
@@ -146,7 +144,6 @@ impl<B: Backend> Ring<B> {
             sums: Sums::new(sums),
             arriving,
             final_gradients,
-            local_dkv,
             rows: &mut buffers.rows,
             partial_sum: None,
         };
@@ -169,9 +166,9 @@ impl<B: Backend> Ring<B> {
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(tail)?;
 
-        let OnePass { pass, mut in_flight, local_dkv, .. } = one_pass;
+        let OnePass { pass, mut in_flight, final_gradients, .. } = one_pass;
         let leaf_sums = plan.has_leaf_sums().then_some(&mut buffers.leaf_sums);
-        finish_backward(pass, local_dkv, leaf_sums, gradients, &mut in_flight)?;
+        finish_backward(pass, final_gradients.local_dkv, leaf_sums, gradients, &mut in_flight)?;
         Ok(in_flight.waited())
     }
 
@@ -195,12 +192,10 @@ impl<B: Backend> Ring<B> {
                 in_flight.tick()
             })?;
         in_flight.check()?;
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed);
-        let blocks =
-            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;
         circulate(shards, blocks, &mut in_flight, rows, |block, kv, tick| {
             // the local queries add to the local dK and dV here, so the second pass skips them; in
@@ -214,11 +209,10 @@ impl<B: Backend> Ring<B> {
         let circulation = CirculationKind::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
-        let mut q = buffers.queries.take(buffers.queries.local())?;
-        let ready = pass.local_queries(&mut q)?;
         let steps = &plan.query_steps;
+        let pack = |q: &mut _| pass.local_queries(q);
         let blocks =
-            Blocks::new(q, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.queries);
+            Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.queries, pack)?;
         let shards = &plan.shards.q;
         circulate(shards, blocks, &mut in_flight, rows, |block, q, tick| match block.step {
             0 if !reproducible => Ok(()),
