@@ -14,8 +14,8 @@ use annulus_core::{
 
 use crate::{
     delegate::forward_control,
-    ranges,
-    staged::{StagedReceive, Staging, is_same_message},
+    message::{self, Failure, MessageKey},
+    staged::{StagedReceive, Staging},
 };
 
 /// Bytes of a checksum.
@@ -28,7 +28,7 @@ pub struct Checksum<T> {
     staging: Staging,
     receives: Vec<StagedReceive<Host>>,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 impl<T: Transport<Host>> Checksum<T> {
@@ -40,17 +40,17 @@ impl<T: Transport<Host>> Checksum<T> {
             staging: Staging::default(),
             receives: Vec::new(),
             bytes_sent: 0,
-            failed: None,
+            failure: Failure::default(),
         }
     }
 
     /// Copies the payload to a staging buffer and appends its checksum.
     fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(MessageHeader, HostBuffer)> {
-        ranges::check(&send.header, self.inner.ranks(), Host::size(send.buffer))?;
+        message::check(&send.header, self.inner.ranks(), Host::size(send.buffer))?;
         let bytes = send.header.bytes();
         let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
         let message = staged.bytes_mut().ok_or_else(|| in_use(&send.header))?;
-        ranges::copy(send.buffer.bytes(), &send.header.ranges, message, &ranges::front(bytes));
+        message::copy(send.buffer.bytes(), &send.header.ranges, message, &message::front(bytes));
         let (payload, checksum) = message.split_at_mut(index(bytes));
         let digest = digest(self.inner.rank(), send.header.peer, &send.header, payload);
         checksum[..index(CHECKSUM_BYTES)].copy_from_slice(&digest.to_le_bytes());
@@ -75,7 +75,7 @@ impl<T: Transport<Host>> Checksum<T> {
             return Err(Error::Comm { peer: header.peer, step: header.step, what });
         }
         let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&header))?;
-        ranges::copy(payload, &ranges::front(header.bytes()), bytes, &header.ranges);
+        message::copy(payload, &message::front(header.bytes()), bytes, &header.ranges);
         self.staging.give(staged);
         Ok(buffer)
     }
@@ -91,7 +91,7 @@ fn in_use(header: &MessageHeader) -> Error {
 
 /// Returns the message that carries `header` and its checksum.
 fn with_checksum(header: &MessageHeader) -> MessageHeader {
-    MessageHeader { ranges: ranges::front(header.bytes() + CHECKSUM_BYTES), ..header.clone() }
+    MessageHeader { ranges: message::front(header.bytes() + CHECKSUM_BYTES), ..header.clone() }
 }
 
 /// Computes the checksum: h ← rotate((h ⊕ word) · odd) over the words of the header (sender,
@@ -134,7 +134,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         }
         let mut staged_receives = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
-            ranges::check(&incoming.header, self.inner.ranks(), Host::size(&incoming.buffer))?;
+            message::check(&incoming.header, self.inner.ranks(), Host::size(&incoming.buffer))?;
             let header = with_checksum(&incoming.header);
             staged_receives.push(Incoming {
                 buffer: self.staging.take(incoming.header.bytes() + CHECKSUM_BYTES)?,
@@ -162,17 +162,14 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        match &self.failed {
-            Some(error) => Err(error.clone()),
-            None => self.inner.progress(timeout),
-        }
+        self.failure.check()?;
+        self.inner.progress(timeout)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        let is_same = |receive: &StagedReceive<Host>| is_same_message(&receive.header, header);
+        self.failure.check()?;
+        let key = MessageKey::of(header);
+        let is_same = |receive: &StagedReceive<Host>| MessageKey::of(&receive.header) == key;
         let Some(position) = self.receives.iter().position(is_same) else {
             return self.inner.take(header);
         };
@@ -181,8 +178,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         };
         let receive = self.receives.swap_remove(position);
         let verified = self.verify(receive, arrived.buffer);
-        self.failed = verified.as_ref().err().cloned();
-        verified.map(|buffer| Some(Arrived { buffer, ready: () }))
+        self.failure.remember(verified).map(|buffer| Some(Arrived { buffer, ready: () }))
     }
 
     annulus_core::messages_are_blocks! {}

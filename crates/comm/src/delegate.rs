@@ -155,15 +155,6 @@ macro_rules! forward_transport {
             $crate::core::Transport::<$space>::take(&mut self.inner, header)
         }
     };
-    (@ $space:ty, post_host) => {
-        fn post_host(
-            &mut self,
-            sends: &[$crate::core::Outgoing<'_, $crate::core::Host>],
-            receives: &mut Vec<$crate::core::Incoming<$crate::core::Host>>,
-        ) -> $crate::core::Result<()> {
-            $crate::core::Transport::<$space>::post_host(&mut self.inner, sends, receives)
-        }
-    };
     (@ $space:ty, take_host) => {
         fn take_host(
             &mut self,
@@ -212,18 +203,19 @@ macro_rules! forward_transport {
 
 /// Expands, inside `impl Transport<S> for Wrapper<T>` over a host transport `inner`, to
 /// `post_host` and `take_host` of [`Transport`](annulus_core::Transport): `inner` moves messages in
-/// host memory. The wrapper has `check_alive`, `remember` and `bytes_sent`.
+/// host memory. The wrapper, or its named field, has `check` and `remember` of
+/// [`Failure`](crate::message::Failure), and it counts `bytes_sent`.
 macro_rules! host_messages_of_inner {
-    () => {
+    ($($failure:ident)?) => {
         fn post_host(
             &mut self,
             sends: &[annulus_core::Outgoing<'_, annulus_core::Host>],
             receives: &mut Vec<annulus_core::Incoming<annulus_core::Host>>,
         ) -> annulus_core::Result<()> {
-            self.check_alive()?;
+            self.$($failure.)?check()?;
             let bytes: u64 = sends.iter().map(|send| send.header.bytes()).sum();
             let posted = self.inner.post_host(sends, receives);
-            self.remember(posted)?;
+            self.$($failure.)?remember(posted)?;
             self.bytes_sent += bytes;
             Ok(())
         }
@@ -232,7 +224,7 @@ macro_rules! host_messages_of_inner {
             &mut self,
             header: &annulus_core::MessageHeader,
         ) -> annulus_core::Result<Option<annulus_core::Arrived<annulus_core::Host>>> {
-            self.check_alive()?;
+            self.$($failure.)?check()?;
             self.inner.take_host(header)
         }
     };

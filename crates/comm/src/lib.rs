@@ -6,7 +6,7 @@
 //! | ranks as processes, with the feature `mpi`: `mpi` | `mpi/` |
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
-//! | entry and end of a collective call, for every engine | `calls/` |
+//! | entry and end of a collective call, for every engine | `calls.rs` |
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
 //! | grids of heads × queries × keys, and rings over groups: [`heads_ring`] | `heads_ring/` |
 //! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
@@ -30,6 +30,7 @@ mod delegate;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;
+mod message;
 #[cfg(feature = "mpi")]
 #[cfg_attr(
     not(feature = "link-mpi"),
@@ -41,7 +42,6 @@ pub mod mpi;
 pub mod nccl;
 mod observed;
 pub mod profiler;
-mod ranges;
 pub mod ring;
 pub mod staged;
 pub mod threads;

@@ -1,4 +1,5 @@
-//! Merge of partial results over disjoint sets of keys.
+//! Merge of partial results over disjoint sets of keys: of the key columns of a grid, and of the
+//! ranks of a KV cache. Parts are merged in the order in which they are added.
 //!
 //! ```text
 //! m = max over parts of mₚ      ℓ = Σ e^(mₚ − m)·ℓₚ      ties = Σ tiesₚ where mₚ = m
@@ -9,6 +10,10 @@
 //!
 //! # Source
 //! Milakov, Gimelshein 2018, Online normalizer calculation for softmax, §3.
+
+use std::ops::Range;
+
+use annulus_core::{DType, Element, Error, HostView, HostViewMut, Outputs, Result, memory};
 
 /// Softmax statistics of one row over some keys and sinks.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,8 +64,150 @@ impl MergedSoftmax {
     }
 }
 
+/// Merge of the partial results of some queries, which are added one after another. Memory does not
+/// depend on their number.
+pub(crate) struct PartialMerge {
+    /// `[batch, rows, heads, value_dim]`.
+    shape: [usize; 4],
+    acc: Vec<f64>,
+    /// Statistics of each row and head.
+    lines: Vec<MergedSoftmax>,
+    normalize: bool,
+}
+
+impl PartialMerge {
+    /// Allocates the merge of results of this shape, without parts. Outputs are divided by the sum
+    /// if they `normalize`, which those of the parts then are, too.
+    pub(crate) fn new(shape: [usize; 4], normalize: bool) -> Result<Self> {
+        let [batch, rows, heads, dim] = shape;
+        let count = batch * rows * heads;
+        let acc = memory::filled("the merged output", count * dim, 0.0)?;
+        let lines = memory::filled("the merged statistics", count, MergedSoftmax::EMPTY)?;
+        Ok(Self { shape, acc, lines, normalize })
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        (size_of_val(&self.acc[..]) + size_of_val(&self.lines[..])) as u64
+    }
+
+    /// Removes all parts.
+    pub(crate) fn clear(&mut self) {
+        self.acc.fill(0.0);
+        self.lines.fill(MergedSoftmax::EMPTY);
+    }
+
+    /// Adds the results of some heads over further keys: `out` `[batch, rows, heads, value_dim]` and
+    /// `statistics` `[batch, rows, heads]`.
+    pub(crate) fn add(
+        &mut self,
+        heads: Range<usize>,
+        mut out: impl Iterator<Item = f64>,
+        statistics: impl Iterator<Item = MergedSoftmax>,
+    ) {
+        let [batch, rows, all_heads, dim] = self.shape;
+        let lines =
+            (0..batch * rows).flat_map(|row| heads.clone().map(move |head| row * all_heads + head));
+        for (line, part) in lines.zip(statistics) {
+            let out = out.by_ref().take(dim);
+            let Some([rescale, weight]) = self.lines[line].add(part) else {
+                out.for_each(drop);
+                continue;
+            };
+            let weight = if self.normalize { weight * part.sum } else { weight };
+            let acc = &mut self.acc[line * dim..(line + 1) * dim];
+            acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + weight * x);
+        }
+    }
+
+    /// Adds a message with the results of some heads in the accumulator's type, packed: out, max and
+    /// sum, and ties of an output that is not normalised.
+    pub(crate) fn add_message(
+        &mut self,
+        dtype: DType,
+        heads: Range<usize>,
+        message: &[u8],
+    ) -> Result<()> {
+        match dtype {
+            DType::F64 => self.add_elements::<f64>(heads, message),
+            _ => self.add_elements::<f32>(heads, message),
+        }
+    }
+
+    fn add_elements<T: Element>(&mut self, heads: Range<usize>, message: &[u8]) -> Result<()> {
+        let [batch, rows, _, dim] = self.shape;
+        let lines = batch * rows * heads.len();
+        let size = size_of::<T>();
+        let normalize = self.normalize;
+        let last = if normalize { 1 } else { 2 };
+        if message.len() < (dim + last + 1) * lines * size {
+            return Err(too_short());
+        }
+        let numbers = |range: Range<usize>| {
+            let bytes = message[range.start * size..range.end * size].chunks_exact(size);
+            bytes.map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f64())
+        };
+        let statistic = |number: usize| numbers((dim + number) * lines..(dim + number + 1) * lines);
+        let statistics = statistic(0).zip(statistic(1)).zip(statistic(last));
+        let statistics = statistics.map(|((max, sum), last)| MergedSoftmax {
+            max,
+            sum,
+            ties: if normalize { 0.0 } else { last },
+        });
+        self.add(heads, numbers(0..dim * lines), statistics);
+        Ok(())
+    }
+
+    /// Adds sinks `[q_heads|1, count, 1, 1]`.
+    pub(crate) fn add_sinks(&mut self, sinks: &HostView<'_>) -> Result<()> {
+        let [of_heads, count, ..] = sinks.shape();
+        let sinks = sinks.widened()?;
+        let [_, _, heads, dim] = self.shape;
+        for (line, softmax) in self.lines.iter_mut().enumerate() {
+            let first = if of_heads > 1 { line % heads * count } else { 0 };
+            for &sink in &sinks[first..first + count] {
+                let Some([rescale, _]) = softmax.add(MergedSoftmax::sink(sink)) else { continue };
+                self.acc[line * dim..(line + 1) * dim].iter_mut().for_each(|acc| *acc *= rescale);
+            }
+        }
+        Ok(())
+    }
+
+    /// Divides if the output is normalised, and writes the outputs, rounded once.
+    pub(crate) fn finish(&mut self, outputs: &mut Outputs<HostViewMut<'_>>) {
+        let Self { shape, acc, lines, normalize } = self;
+        let dim = shape[3];
+        if *normalize {
+            for (line, softmax) in lines.iter().enumerate() {
+                let acc = &mut acc[line * dim..(line + 1) * dim];
+                acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
+            }
+        }
+        let write = |into: Option<&mut HostViewMut<'_>>, of: fn(&MergedSoftmax) -> f64| {
+            if let Some(into) = into {
+                into.reborrow().swap_rows_and_heads().write_each(lines.iter().map(of));
+            }
+        };
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        write(Some(lse), MergedSoftmax::lse);
+        write(max, |line| line.max);
+        write(sum, |line| line.sum);
+        write(ties, |line| line.ties);
+        out.write(acc);
+        if let Some(residual) = out_residual {
+            residual.write_residual(acc);
+        }
+    }
+}
+
+/// Returns the error of a message that lacks results.
+pub(crate) fn too_short() -> Error {
+    Error::internal("a message that is shorter than its partial results")
+}
+
 #[cfg(test)]
 mod tests {
+    use ndarray::Array4;
+
     use super::*;
 
     fn of(scores: &[f64]) -> MergedSoftmax {
@@ -116,5 +263,102 @@ mod tests {
             merged.add(MergedSoftmax { max: low, sum: keys, ties: keys });
         }
         assert_eq!((merged.sum, merged.lse()), (7.0, low));
+    }
+
+    const SHAPE: [usize; 4] = [2, 3, 4, 5];
+
+    /// Packed out, max and sum of heads `heads` of part `number`; row 1 has no visible key in part
+    /// 1.
+    fn part(number: usize, heads: Range<usize>) -> Vec<u8> {
+        let [batch, rows, _, dim] = SHAPE;
+        let lines = (0..batch * rows)
+            .flat_map(|row| heads.clone().map(move |head| (row, head)))
+            .collect::<Vec<_>>();
+        let out = lines.iter().flat_map(|&(row, head)| {
+            (0..dim).map(move |element| out_of(number, row, head, element))
+        });
+        let max = lines.iter().map(|&(row, head)| max_of(number, row, head));
+        let sum = lines.iter().map(|&(row, head)| sum_of(number, row, head));
+        out.chain(max).chain(sum).flat_map(f64::to_ne_bytes).collect()
+    }
+
+    fn out_of(number: usize, row: usize, head: usize, element: usize) -> f64 {
+        ((number * 31 + row * 17 + head * 7 + element * 3) % 23) as f64 - 11.0
+    }
+
+    fn max_of(number: usize, row: usize, head: usize) -> f64 {
+        if (number, row) == (1, 1) {
+            return f64::NEG_INFINITY;
+        }
+        ((number * 13 + row * 5 + head) % 7) as f64 - 3.0
+    }
+
+    fn sum_of(number: usize, row: usize, head: usize) -> f64 {
+        if (number, row) == (1, 1) { 0.0 } else { 1.0 + ((number + row + head) % 3) as f64 }
+    }
+
+    fn merged(parts: &[usize]) -> [Array4<f64>; 2] {
+        let [batch, rows, heads, _] = SHAPE;
+        let mut merge = PartialMerge::new(SHAPE, true).unwrap();
+        merge.add_message(DType::F64, 0..heads, &part(2, 0..heads)).unwrap();
+        merge.clear();
+        for &number in parts {
+            for heads in [0..1, 1..heads] {
+                merge.add_message(DType::F64, heads.clone(), &part(number, heads)).unwrap();
+            }
+        }
+        let mut out = Array4::zeros(SHAPE);
+        let mut lse = Array4::zeros([batch, heads, rows, 1]);
+        let [out_view, lse_view] = [&mut out, &mut lse].map(|of| HostViewMut::F64(of.view_mut()));
+        merge.finish(&mut Outputs {
+            out: out_view,
+            lse: lse_view,
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+        });
+        [out, lse]
+    }
+
+    fn distance(a: &Array4<f64>, b: &Array4<f64>) -> f64 {
+        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn parts_are_one_softmax() {
+        let [out, lse] = merged(&[0, 1, 2]);
+        for (line, ((batch, row, head, element), &got)) in out.indexed_iter().enumerate() {
+            let row = batch * SHAPE[1] + row;
+            let weights =
+                [0, 1, 2].map(|number| max_of(number, row, head).exp() * sum_of(number, row, head));
+            let sum: f64 = weights.iter().sum();
+            let want: f64 =
+                (0..3).map(|number| weights[number] * out_of(number, row, head, element)).sum();
+            assert!((got - want / sum).abs() < 1e-13, "{line}");
+            assert!((lse[[batch, head, row % SHAPE[1], 0]] - sum.ln()).abs() < 1e-14);
+        }
+    }
+
+    #[test]
+    fn a_part_that_is_dropped_or_merged_twice_changes_the_result() {
+        let [out, lse] = merged(&[0, 1, 2]);
+        let [other, other_lse] = merged(&[2, 0, 1]);
+        assert!(distance(&out, &other) < 1e-13 && distance(&lse, &other_lse) < 1e-14);
+        for wrong in [&[0, 1][..], &[1, 2], &[0, 2], &[0, 1, 2, 2]] {
+            let [other, other_lse] = merged(wrong);
+            assert!(distance(&out, &other) > 1.0 && distance(&lse, &other_lse) > 0.1, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_short_message_is_an_error() {
+        let mut merge = PartialMerge::new(SHAPE, true).unwrap();
+        let message = part(0, 0..4);
+        let mut short = |len| merge.add_message(DType::F64, 0..4, &message[..len]).is_err();
+        assert!(short(0) && short(message.len() / 2) && short(message.len() - 1));
+        // of an output that is not normalised, the ties are missing
+        let mut unnormalized = PartialMerge::new(SHAPE, false).unwrap();
+        assert!(unnormalized.add_message(DType::F64, 0..4, &message).is_err());
     }
 }

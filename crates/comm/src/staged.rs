@@ -19,14 +19,14 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
+    Arrived, Control, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
     StagedSpace, Transport,
 };
 
 use crate::{
     deadline,
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, Failure, MessageKey, not_posted, take_ready},
 };
 
 /// Interval between polls of copies while the inner transport is idle: small beside the copy of a
@@ -46,7 +46,7 @@ pub struct Staged<T, D: StagedSpace> {
     arrived: Vec<(MessageHeader, Arrived<D>)>,
     heartbeat: DeviceHeartbeat,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
@@ -62,22 +62,8 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             arrived: Vec::new(),
             heartbeat: DeviceHeartbeat::default(),
             bytes_sent: 0,
-            failed: None,
+            failure: Failure::default(),
         }
-    }
-
-    /// Records the error that ends this endpoint, if it is fatal.
-    fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
-        if let Err(error) = &result
-            && error.is_fatal()
-        {
-            self.failed.get_or_insert_with(|| error.clone());
-        }
-        result
-    }
-
-    fn check_alive(&self) -> Result<()> {
-        self.failed.clone().map_or(Ok(()), Err)
     }
 
     /// Takes a staging buffer that the device copies from and to.
@@ -86,74 +72,34 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         self.staging.take_or(bytes, |bytes| D::staging_buffer(copier, bytes))
     }
 
-    /// Sends the messages whose copies to the host have completed. Returns true if there were any.
-    fn send_downloaded(&mut self) -> Result<bool> {
-        let mut moved = false;
-        let mut position = 0;
-        while let Some((_, download)) = self.downloads.get_mut(position) {
-            match D::downloaded(&mut self.copier, download)? {
-                Some(buffer) => {
-                    let (header, _) = self.downloads.remove(position);
-                    self.inner.post(
-                        &[Outgoing { header, buffer: &buffer, ready: &() }],
-                        &mut Vec::new(),
-                    )?;
-                    self.staging.lend(buffer);
-                    moved = true;
-                }
-                None => position += 1,
-            }
-        }
-        Ok(moved)
-    }
-
-    /// Starts the upload of every message that the inner transport has received. Returns true if
-    /// there were any.
-    fn upload_arrived(&mut self) -> Result<bool> {
-        let mut moved = false;
-        let mut position = 0;
-        while let Some(receive) = self.receives.get(position) {
-            match self.inner.take(&receive.staged)? {
-                Some(Arrived { buffer: staged, .. }) => {
-                    let StagedReceive { header, buffer, .. } = self.receives.swap_remove(position);
-                    let Self { copier, heartbeat, inner, .. } = self;
-                    let tick = &mut || {
-                        heartbeat.poll(true, inner);
-                        ControlFlow::Continue(())
-                    };
-                    let upload = D::upload(copier, staged, buffer, &header.ranges, tick)?;
-                    self.uploads.push((header, upload));
-                    moved = true;
-                }
-                None => position += 1,
-            }
-        }
-        Ok(moved)
-    }
-
-    /// Ends the receives whose uploads have completed. Returns true if there were any.
-    fn finish_uploads(&mut self) -> Result<bool> {
-        let mut moved = false;
-        let mut position = 0;
-        while let Some((_, upload)) = self.uploads.get_mut(position) {
-            match D::uploaded(&mut self.copier, upload)? {
-                Some((staged, arrived)) => {
-                    let (header, _) = self.uploads.swap_remove(position);
-                    self.staging.give(staged);
-                    self.arrived.push((header, arrived));
-                    moved = true;
-                }
-                None => position += 1,
-            }
-        }
-        Ok(moved)
-    }
-
-    /// Advances all copies without waiting. Returns true if any has completed.
+    /// Advances all copies without waiting: sends the messages that have been copied to the host,
+    /// starts the upload of those that have arrived, and ends the receives whose uploads have
+    /// completed. Returns true if there were any.
     fn pump(&mut self) -> Result<bool> {
-        let sent = self.send_downloaded()?;
-        let received = self.upload_arrived()?;
-        Ok(self.finish_uploads()? || received || sent)
+        let Self { inner, copier, staging, heartbeat, .. } = self;
+        let sent = take_ready(&mut self.downloads, |(_, copy)| D::downloaded(copier, copy))?;
+        let mut moved = !sent.is_empty();
+        for ((header, _), buffer) in sent {
+            inner.post(&[Outgoing { header, buffer: &buffer, ready: &() }], &mut Vec::new())?;
+            staging.lend(buffer);
+        }
+        let arrived = take_ready(&mut self.receives, |receive| inner.take(&receive.staged))?;
+        moved |= !arrived.is_empty();
+        for (StagedReceive { header, buffer, .. }, Arrived { buffer: staged, .. }) in arrived {
+            let tick = &mut || {
+                heartbeat.poll(true, inner);
+                ControlFlow::Continue(())
+            };
+            let upload = D::upload(copier, staged, buffer, &header.ranges, tick)?;
+            self.uploads.push((header, upload));
+        }
+        let uploaded = take_ready(&mut self.uploads, |(_, copy)| D::uploaded(copier, copy))?;
+        moved |= !uploaded.is_empty();
+        for ((header, _), (staged, arrived)) in uploaded {
+            staging.give(staged);
+            self.arrived.push((header, arrived));
+        }
+        Ok(moved)
     }
 
     fn try_post(
@@ -162,11 +108,11 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         receives: &mut Vec<Incoming<D>>,
     ) -> Result<()> {
         for send in sends {
-            ranges::check(&send.header, self.inner.ranks(), D::size(send.buffer))?;
+            message::check(&send.header, self.inner.ranks(), D::size(send.buffer))?;
         }
         let mut staged = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
-            ranges::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
+            message::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
             staged.push(Incoming {
                 header: in_front(&incoming.header),
                 buffer: self.staging_buffer(incoming.header.bytes())?,
@@ -193,7 +139,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
 
 /// Returns the message `header` at the front of a staging buffer.
 fn in_front(header: &MessageHeader) -> MessageHeader {
-    MessageHeader { ranges: ranges::front(header.bytes()), ..header.clone() }
+    MessageHeader { ranges: message::front(header.bytes()), ..header.clone() }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
@@ -202,15 +148,15 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, D>], receives: &mut Vec<Incoming<D>>) -> Result<()> {
-        self.check_alive()?;
+        self.failure.check()?;
         let posted = self.try_post(sends, receives);
-        self.remember(posted)
+        self.failure.remember(posted)
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        self.check_alive()?;
+        self.failure.check()?;
         let pumped = self.pump();
-        let moved = self.remember(pumped)?;
+        let moved = self.failure.remember(pumped)?;
         let copying = !self.downloads.is_empty() || !self.uploads.is_empty();
         self.heartbeat.poll(copying, &mut self.inner);
         let timeout = match (moved, copying) {
@@ -220,12 +166,13 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         };
         self.inner.progress(timeout)?;
         let pumped = self.pump();
-        self.remember(pumped).map(drop)
+        self.failure.remember(pumped).map(drop)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<D>>> {
-        self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        self.failure.check()?;
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(position).1));
         }
@@ -234,11 +181,10 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
-    host_messages_of_inner! {}
+    host_messages_of_inner! { failure }
 
     fn pending(&self) -> bool {
         !self.downloads.is_empty() || self.inner.pending()
@@ -278,11 +224,6 @@ pub(crate) struct StagedReceive<S: Space> {
     pub(crate) buffer: S::Buffer,
     /// The message as the inner transport receives it, at the front of the staging buffer.
     pub(crate) staged: MessageHeader,
-}
-
-/// Returns true if both name the same message: peer, channel and tag are equal.
-pub(crate) fn is_same_message(a: &MessageHeader, b: &MessageHeader) -> bool {
-    (a.peer, a.channel, a.tag) == (b.peer, b.channel, b.tag)
 }
 
 /// Staging buffers. They are reused by later messages, so a warm plan allocates none.

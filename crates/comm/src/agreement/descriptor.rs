@@ -72,14 +72,6 @@ impl Descriptor {
         self
     }
 
-    /// Returns a digest of names and values, in order.
-    pub fn fingerprint(&self) -> u64 {
-        let add = |digest: Fingerprint, field: &Field| {
-            digest.bytes(field.name.as_bytes()).number(field.value)
-        };
-        self.fields.iter().fold(Fingerprint::new(), add).finish()
-    }
-
     /// Returns a digest of the names, in order. Values are compared one by one if it is equal.
     fn names(&self) -> u64 {
         let add = |digest: Fingerprint, field: &Field| {
@@ -99,8 +91,8 @@ pub(super) fn cut(text: &str) -> &str {
 }
 
 /// Encodes what one rank contributes to an agreement, behind the versions: little-endian,
-/// `[1][error text]` or
-/// `[0][digest of names][values…]([index of a field u16][length u16][text])*`.
+/// `[1][error text]` or `[0][digest of names]([value][length u16][text])*`, with a text of length 0
+/// for a field without one.
 pub(super) fn encode(local: &Result<Descriptor>, bytes: &mut Vec<u8>) {
     let descriptor = match local {
         Err(error) => {
@@ -113,23 +105,11 @@ pub(super) fn encode(local: &Result<Descriptor>, bytes: &mut Vec<u8>) {
     bytes.push(0);
     bytes.extend_from_slice(&descriptor.names().to_le_bytes());
     for field in &descriptor.fields {
+        let text = cut(field.text.as_deref().unwrap_or_default());
         bytes.extend_from_slice(&field.value.to_le_bytes());
-    }
-    for (index, field) in descriptor.fields.iter().enumerate() {
-        let Some(text) = &field.text else { continue };
-        let text = cut(text);
-        for number in [index, text.len()] {
-            bytes.extend_from_slice(&u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes());
-        }
+        bytes.extend_from_slice(&u16::try_from(text.len()).unwrap_or(u16::MAX).to_le_bytes());
         bytes.extend_from_slice(text.as_bytes());
     }
-}
-
-/// Decoded contribution of one rank.
-pub(super) enum Contribution<'a> {
-    /// The rank refuses the call, with this error text.
-    Refusal(String),
-    Arguments(EncodedFields<'a>),
 }
 
 /// Fields of an encoded descriptor.
@@ -140,55 +120,49 @@ pub(super) struct EncodedFields<'a> {
     values_and_texts: &'a [u8],
 }
 
-/// Decodes a contribution; `None` if it is malformed.
-pub(super) fn decode(mut bytes: &[u8]) -> Option<Contribution<'_>> {
+/// Value and text of a field of one rank.
+pub(super) struct DecodedField<'a> {
+    pub(super) value: u64,
+    text: &'a [u8],
+}
+
+/// Decodes the contribution of a rank: its fields, or the error text with which it refuses the
+/// call. `None` if it is malformed.
+pub(super) fn decode(mut bytes: &[u8]) -> Option<Result<EncodedFields<'_>, String>> {
     match take(&mut bytes)? {
         [0] => {
             let names = u64::from_le_bytes(take(&mut bytes)?);
-            Some(Contribution::Arguments(EncodedFields { names, values_and_texts: bytes }))
+            Some(Ok(EncodedFields { names, values_and_texts: bytes }))
         }
-        [1] => Some(Contribution::Refusal(String::from_utf8_lossy(bytes).into_owned())),
+        [1] => Some(Err(String::from_utf8_lossy(bytes).into_owned())),
         _ => None,
     }
 }
 
-impl EncodedFields<'_> {
-    /// Returns the value of field `index`; `None` if it is malformed.
-    pub(super) fn value(&self, index: usize) -> Option<u64> {
-        Some(u64::from_le_bytes(take(&mut self.values_and_texts.get(8 * index..)?)?))
-    }
-
-    /// Returns field `index` of `fields` as an error shows it; `None` if it is malformed.
-    pub(super) fn text(&self, fields: usize, index: usize) -> Option<String> {
-        let mut texts = self.values_and_texts.get(8 * fields..)?;
-        while !texts.is_empty() {
-            let (field, text) = take_text(&mut texts)?;
-            if field == index {
-                return Some(String::from_utf8_lossy(text).into_owned());
-            }
+impl<'a> EncodedFields<'a> {
+    /// Decodes the fields; `None` if they are not `count` well-formed ones.
+    pub(super) fn decode(&self, count: usize) -> Option<Vec<DecodedField<'a>>> {
+        let mut bytes = self.values_and_texts;
+        let mut fields = Vec::with_capacity(count);
+        for _ in 0..count {
+            let value = u64::from_le_bytes(take(&mut bytes)?);
+            let length = u16::from_le_bytes(take(&mut bytes)?);
+            let (text, rest) = bytes.split_at_checked(length.into())?;
+            fields.push(DecodedField { value, text });
+            bytes = rest;
         }
-        self.value(index).map(|value| value.to_string())
-    }
-
-    /// True if these are `fields` values and well-formed texts.
-    pub(super) fn are_well_formed(&self, fields: usize) -> bool {
-        let Some(mut texts) = self.values_and_texts.get(8 * fields..) else { return false };
-        while !texts.is_empty() {
-            if take_text(&mut texts).is_none() {
-                return false;
-            }
-        }
-        true
+        bytes.is_empty().then_some(fields)
     }
 }
 
-/// Takes a text and the index of its field from the front.
-fn take_text<'a>(bytes: &mut &'a [u8]) -> Option<(usize, &'a [u8])> {
-    let field = u16::from_le_bytes(take(bytes)?);
-    let length = u16::from_le_bytes(take(bytes)?);
-    let (text, others) = bytes.split_at_checked(length.into())?;
-    *bytes = others;
-    Some((field.into(), text))
+impl DecodedField<'_> {
+    /// Returns the field as an error shows it.
+    pub(super) fn shown(&self) -> String {
+        if self.text.is_empty() {
+            return self.value.to_string();
+        }
+        String::from_utf8_lossy(self.text).into_owned()
+    }
 }
 
 /// Takes `N` bytes from the front.
@@ -201,17 +175,6 @@ pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn fingerprints_tell_descriptors_apart() {
-        let base = Descriptor::new().field("a", 1).field("b", 2);
-        assert_eq!(
-            base.fingerprint(),
-            Descriptor::new().field("a", 1).field_as("b", 2, "two").fingerprint()
-        );
-        assert_ne!(base.fingerprint(), Descriptor::new().field("b", 2).field("a", 1).fingerprint());
-        assert_ne!(base.fingerprint(), Descriptor::new().field("a", 1).field("b", 3).fingerprint());
-    }
 
     #[test]
     fn long_texts_are_cut_between_characters() {

@@ -39,7 +39,6 @@
 //! must call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth
 //! of the deadline costs a reading of the clock and sends nothing.
 
-mod arrivals;
 mod checks;
 
 use std::{
@@ -55,8 +54,8 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use self::{arrivals::EntryArrivals, checks::Receives};
-use crate::{delegate::forward_control, observed::ObservedClock};
+use self::checks::{EntryArrivals, Receives};
+use crate::{delegate::forward_control, message::Failure, observed::ObservedClock};
 
 /// A peer that this rank waits for and that is silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +106,7 @@ pub struct Deadline<T, S: Space = Host> {
     warned: Vec<bool>,
     /// True if no wait ends.
     is_endless: bool,
-    failed: Option<Error>,
+    failure: Failure,
     cancellation: Cancellation,
 }
 
@@ -159,7 +158,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             warning: None,
             warned,
             is_endless: false,
-            failed: None,
+            failure: Failure::default(),
             cancellation: Cancellation::default(),
         })
     }
@@ -263,9 +262,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         self.cancellation.check()?;
         self.heartbeat(false);
         self.inner.progress(timeout.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
@@ -275,9 +272,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         self.blocks.take(header, |header| self.inner.take(header))
     }
 
@@ -295,9 +290,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         self.host_messages.take(header, |header| self.inner.take_host(header))
     }
 }
@@ -320,9 +313,7 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
     }
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         let collected = self.inner.try_all_gather(round)?;
         if collected.is_some() {
             self.all_gathers.remove(&round);

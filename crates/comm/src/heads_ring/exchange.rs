@@ -194,7 +194,7 @@ impl Messages<'_> {
                 None => packed(sends, to)?,
             };
             let source = (buffer, ());
-            let transfers = self.transfers(to, from);
+            let transfers = self.transfers(distance..distance + 1);
             in_flight.post(&transfers, Some(&source), |_| receives.pop().ok_or_else(none))?;
             if let Some((from, buffer)) = arrived.take() {
                 unpacked(&buffer, from, self.received(from))?;
@@ -216,28 +216,22 @@ impl Messages<'_> {
 
     /// Adds these messages, which are those of pass `pass`, to the balance of this rank.
     pub(super) fn add_to(&self, balance: &mut MessageBalance, pass: u64) {
-        let others = (0..self.ranks.len()).filter(|&other| other != self.member);
-        for other in others {
-            let MessageGroup { sends, receives } = self.transfers(other, other);
-            sends.iter().for_each(|message| balance.send(pass, message));
-            receives.iter().for_each(|message| balance.receive(pass, message));
-        }
+        self.transfers(1..self.ranks.len()).add_to(balance, pass);
     }
 
-    fn transfers(&self, to: usize, from: usize) -> MessageGroup {
-        let header = |member: usize, bytes: u64| MessageHeader {
+    /// Returns the messages of some distances.
+    fn transfers(&self, distances: Range<usize>) -> MessageGroup {
+        let header = |member: usize, bytes| MessageHeader {
             peer: self.ranks[member],
             channel: Channel::Kv,
             tag: self.tag,
             step: self.step,
-            ranges: std::iter::once(0..bytes).collect(),
+            ranges: std::iter::once(bytes).collect(),
             agreed: None,
         };
-        let message = |member, bytes| (bytes > 0).then(|| header(member, bytes));
-        MessageGroup {
-            sends: message(to, self.bytes[to][0]).into_iter().collect(),
-            receives: message(from, self.bytes[from][1]).into_iter().collect(),
-        }
+        MessageGroup::exchange([self.member, self.ranks.len()], distances, header, |member| {
+            self.bytes[member].map(|bytes| 0..bytes)
+        })
     }
 
     fn sent(&self, to: usize) -> Range<usize> {

@@ -19,7 +19,9 @@ use annulus_core::{
 };
 
 use super::{
-    HeadsRing, passes::no_gradients, shard_tensor::ShardTensor, shard_tensors::InputTensors,
+    HeadsRing,
+    passes::no_gradients,
+    shard_tensors::{InputTensors, ShardTensor},
 };
 use crate::ring::{
     RingOptions,
@@ -58,7 +60,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             out_residual: residual.map(ShardTensor::view_mut).transpose()?,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        self.ring.forward_within(&of_member, &mut results)
+        self.ring.forward_loop(&of_member, &mut results)
     }
 
     /// Runs the backward pass of the ring of this rank's heads and key column.
@@ -113,7 +115,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             }),
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        self.ring.backward_within(&of_member, &mut results)
+        self.ring.compute_gradients(&of_member, &mut results)
     }
 }
 

@@ -34,11 +34,10 @@
 //! |---|---|
 //! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
 //! | `exchange.rs` | the messages within a group |
-//! | `shard_tensors.rs` | the tensors of the own heads |
+//! | `shard_tensors.rs` | the tensors of the own heads, and of key columns |
 //! | `passes.rs` | forward and backward |
 //! | `inner_ring.rs` | their rings; dsinks, and dbias without a query axis, of all heads |
 //! | `prepare.rs` | planning of one rank, and a new batch |
-//! | `column_merge.rs` | merge of the partial results of key columns |
 //! | `group_batch.rs` | the batch of a group |
 //!
 //! The ring is a [`Ring`] like any other, whose passes run within the calls of this engine. All
@@ -46,13 +45,11 @@
 //! and so cannot differ from ring to ring. All-gathers of an inner ring are
 //! all-gathers of all ranks, which every inner ring makes in the same order.
 
-mod column_merge;
 mod exchange;
 mod group_batch;
 mod inner_ring;
 mod passes;
 mod prepare;
-mod shard_tensor;
 mod shard_tensors;
 mod subset;
 
@@ -73,8 +70,7 @@ use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Rou
 use self::{
     exchange::HeadExchange,
     prepare::{PreparedGrid, check},
-    shard_tensor::ShardTensor,
-    shard_tensors::ShardTensors,
+    shard_tensors::{ShardTensor, ShardTensors},
     subset::Subset,
 };
 use crate::{
@@ -83,8 +79,7 @@ use crate::{
     profiler::span,
     ring::{
         PassKind, Ring, RingOptions, StepEvent, StepHook,
-        check::{Shapes, forward_only, has_residual},
-        describe::{self, Combined, TransportFields},
+        check::{self, Shapes, forward_only, has_residual},
         planning::PlanningTicks,
     },
 };
@@ -166,16 +161,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let ranks = transport.control().ranks();
         let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, strategy));
         let placement = transport.control().placement().cloned();
-        let posts_ahead = transport.posts_ahead();
-        let groups_in_order = transport.runs_groups_in_order();
-        let described = checked.as_ref().map_err(Error::clone).map(|(spec, grid, capabilities)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
-            describe::plan(spec, &options, grid.strategy(), capabilities, fields)
-        });
-        let combined = agreement::enter(transport, 0, &described)?;
+        let described = checked.as_ref().map_err(Error::clone);
+        let described =
+            described.map(|(spec, grid, capabilities)| (spec, capabilities, grid.strategy()));
+        let posts_ahead = check::agree(transport, described, &options, 0)?.posts_ahead;
         let (spec, grid, _) = checked?;
-        let posts_ahead = Combined::new(&combined)?.posts_ahead;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let placed = placement.as_ref();
@@ -428,7 +418,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let reserved = checked.and_then(|()| self.reserve_residual(has_residual));
         // a message of its own, which all ranks send or none
         let described = reserved.map(|()| {
-            describe::call(name).field_as("out_residual", u64::from(has_residual), has_residual)
+            check::call(name).field_as("out_residual", u64::from(has_residual), has_residual)
         });
         let agreed = self.calls.entries.enter(&mut self.transport, &described).map(drop);
         self.entered(agreed)?;

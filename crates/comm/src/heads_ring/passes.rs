@@ -13,8 +13,8 @@ use annulus_plan::{HeadAxis, HeadField};
 
 use super::{
     HeadsRing,
-    column_merge::ColumnGradients,
     exchange::{HeadExchange, Messages, count_bytes, side_index},
+    shard_tensors::ColumnGradients,
 };
 use crate::{
     delegate::HostMessages,
@@ -74,10 +74,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let wants_residual = outputs.out_residual.is_some();
         waited += self.ring_forward(inputs, wants_residual, start)?;
         if let Some(mut columns) = self.tensors.columns.take() {
-            columns.merge.begin();
+            columns.merge.clear();
             let dtype = self.spec.dtype.accumulator();
             let grid = self.grid;
-            let merge = |from, bytes: &[u8]| columns.merge.add(dtype, grid.q_heads(from), bytes);
+            let merge =
+                |from, bytes: &[u8]| columns.merge.add_message(dtype, grid.q_heads(from), bytes);
             waited += self.send_outputs(pass, ExchangedTensors::All, merge)?;
             columns.merge.finish(outputs);
             self.tensors.columns = Some(columns);

@@ -33,7 +33,6 @@ use crate::{
     ring::{
         PassKind, RingOptions,
         check::{self, has_residual},
-        describe,
         in_flight::InFlight,
         planning::check_plan,
         step_events::Observer,
@@ -163,7 +162,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let buffers = MessageBuffers::new(most)?;
             Ok((group, sizes, buffers))
         });
-        let described = prepared.as_ref().map_err(Error::clone).map(|_| describe::batch(own));
+        let described = prepared.as_ref().map_err(Error::clone).map(|_| check::batch(own));
         self.calls.entries.enter(&mut self.transport, &described)?;
         let (group, sizes, buffers) = prepared?;
 

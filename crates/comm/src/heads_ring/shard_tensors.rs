@@ -1,10 +1,67 @@
 //! Tensors of the heads of one member: all query rows of its group and all key rows of its group
 //! and column, allocated with the plan.
 
-use annulus_core::{Dims, Result, Side, Spec};
+//!
+//! With several key columns the partial results of the own queries are merged, each when it arrives:
+//! the own column first, then those before it, descending. The order depends on the grid alone.
+//!
+//! ```text
+//! forward    (out, max, sum) of each column, and ties if the output is not normalised: an online
+//!            softmax over columns, in f64 (`merged_softmax.rs`)
+//! backward   dq = Σ over columns of the partial dq, in the accumulator's type
+//! ```
+
+use annulus_core::{
+    BackwardInputs, DType, Dims, Error, Host, HostBuffer, HostView, HostViewMut, Result, Side,
+    Space, Spec, index,
+};
 use annulus_plan::{HeadAxis, HeadField};
 
-use super::{column_merge::ColumnTensors, exchange::HeadExchange, shard_tensor::ShardTensor};
+use super::exchange::{HeadExchange, count_bytes};
+use crate::merged_softmax::PartialMerge;
+
+/// A dense tensor `[batch, rows, heads, elements]`.
+pub(super) struct ShardTensor {
+    buffer: HostBuffer,
+    dtype: DType,
+    shape: [usize; 4],
+}
+
+impl ShardTensor {
+    pub(super) fn new(field: &HeadField, rows: u64, heads: usize) -> Result<Self> {
+        Self::with_shape([field.batch, index(rows), heads, field.dim], field.dtype)
+    }
+
+    pub(super) fn with_shape(shape: [usize; 4], dtype: DType) -> Result<Self> {
+        let lengths = shape.into_iter().chain([dtype.bytes()]);
+        let bytes = lengths.fold(1, |bytes: u128, len| bytes * len as u128);
+        let buffer = HostBuffer::zeroed(count_bytes(bytes))?;
+        Ok(Self { buffer, dtype, shape })
+    }
+
+    pub(super) fn view(&self) -> Result<HostView<'_>> {
+        HostView::of_bytes(self.buffer.bytes(), self.dtype, self.shape)
+    }
+
+    pub(super) fn view_mut(&mut self) -> Result<HostViewMut<'_>> {
+        let bytes = self.buffer.bytes_mut().unwrap_or_default();
+        HostViewMut::of_bytes(bytes, self.dtype, self.shape)
+    }
+
+    /// Returns the tensor as `[batch, heads, rows, elements]`, as a pass takes statistics and bias.
+    pub(super) fn heads_first(&self) -> Result<HostView<'_>> {
+        self.view().map(HostView::swap_rows_and_heads)
+    }
+
+    /// As [`ShardTensor::heads_first`], for writing.
+    pub(super) fn heads_first_mut(&mut self) -> Result<HostViewMut<'_>> {
+        self.view_mut().map(HostViewMut::swap_rows_and_heads)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        Host::size(&self.buffer)
+    }
+}
 
 /// The tensors of a pass over the heads of one member.
 pub(super) struct ShardTensors {
@@ -161,5 +218,75 @@ impl ShardGradients {
     pub(super) fn outputs(&self) -> Vec<&ShardTensor> {
         let dkv = self.dkv.iter().flatten();
         std::iter::once(&self.dq).chain(dkv).chain(&self.dbias).collect()
+    }
+}
+
+/// Tensors of the own queries and all heads in a plan with several key columns.
+pub(super) struct ColumnTensors {
+    pub(super) merge: PartialMerge,
+    /// Of a plan with a backward pass.
+    pub(super) backward: Option<ColumnGradients>,
+}
+
+/// Tensors of the own queries in a backward pass.
+pub(super) struct ColumnGradients {
+    /// dlse − ⟨out, dout⟩; of an output that is not normalised dlse.
+    pub(super) minus_delta: ShardTensor,
+    /// −⟨out, dout⟩ / ties, of an output that is not normalised.
+    pub(super) minus_share: Option<ShardTensor>,
+    /// Sum of the partial dq.
+    pub(super) dq: ShardTensor,
+}
+
+impl ColumnTensors {
+    /// Allocates the tensors of `rows` own queries.
+    pub(super) fn new(spec: &Spec, rows: u64, backward: bool) -> Result<Self> {
+        let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
+        let sums = spec.dtype.accumulator();
+        let tensor = |dim| ShardTensor::with_shape([batch, index(rows), q_heads, dim], sums);
+        let gradients = || {
+            let minus_share = (!spec.normalize).then(|| tensor(1)).transpose()?;
+            Ok(ColumnGradients { minus_delta: tensor(1)?, minus_share, dq: tensor(head_dim)? })
+        };
+        let backward = backward.then(gradients).transpose()?;
+        let shape = [batch, index(rows), q_heads, value_dim];
+        let merge = PartialMerge::new(shape, spec.normalize)?;
+        Ok(Self { merge, backward })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        let gradients = self
+            .backward
+            .iter()
+            .flat_map(|of| [&of.minus_delta, &of.dq].into_iter().chain(&of.minus_share));
+        self.merge.bytes() + gradients.map(ShardTensor::bytes).sum::<u64>()
+    }
+}
+
+impl ColumnGradients {
+    /// Computes −delta of the own queries, or dlse and the shares of their maxima.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] without ties of an output that is not normalised.
+    pub(super) fn compute(&mut self, inputs: &BackwardInputs<HostView<'_>>) -> Result<()> {
+        let subtract = |into: &mut HostViewMut<'_>| {
+            let parts = std::iter::once(&inputs.out).chain(&inputs.out_residual);
+            parts.for_each(|out| into.subtract_row_products(out, &inputs.dout));
+        };
+        let mut into = self.minus_delta.view_mut()?;
+        match inputs.dlse {
+            Some(dlse) => into.round_from(&dlse.swap_rows_and_heads()),
+            None => into.fill_zero(),
+        }
+        let Some(share) = &mut self.minus_share else {
+            subtract(&mut into);
+            return Ok(());
+        };
+        let ties = inputs.ties.ok_or_else(|| Error::internal("no ties"))?;
+        let mut into = share.view_mut()?;
+        into.fill_zero();
+        subtract(&mut into);
+        into.divide(&ties.swap_rows_and_heads());
+        Ok(())
     }
 }

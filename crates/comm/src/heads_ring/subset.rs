@@ -49,28 +49,18 @@ impl<S: Space> Subset<S> {
         Self { shared, members, rank, rounds: BTreeMap::new(), placement, is_whole: true }
     }
 
-    /// Makes a transport of the ranks `members`, of which this is number `rank`.
-    pub(super) fn subset(&self, members: Vec<usize>, rank: usize) -> Self {
-        Self {
-            shared: Arc::clone(&self.shared),
-            members: members.into(),
-            rank,
-            rounds: BTreeMap::new(),
-            placement: None,
-            is_whole: false,
-        }
-    }
-
     /// Makes another handle on the same ranks, between all-gathers.
     pub(super) fn handle(&self) -> Self {
-        Self {
-            shared: Arc::clone(&self.shared),
-            members: Arc::clone(&self.members),
-            rank: self.rank,
-            rounds: BTreeMap::new(),
-            placement: self.placement.clone(),
-            is_whole: self.is_whole,
-        }
+        let shared = Arc::clone(&self.shared);
+        let members = Arc::clone(&self.members);
+        let placement = self.placement.clone();
+        Self { shared, members, rounds: BTreeMap::new(), placement, ..*self }
+    }
+
+    /// Makes a handle on the ranks `members`, of which this is number `rank`.
+    pub(super) fn subset(&self, members: Vec<usize>, rank: usize) -> Self {
+        let members = members.into();
+        Self { members, rank, placement: None, is_whole: false, ..self.handle() }
     }
 
     /// Locks the shared transport. A panic of another handle's call has ended the plan, so its

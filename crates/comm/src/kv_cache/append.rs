@@ -9,18 +9,20 @@ use std::{ops::Range, time::Duration};
 
 use annulus_core::{
     Backend, Block, Capabilities, Dims, Error, Host, HostTensors, HostView, Result, RowLayout,
-    RowSegment, RowSet, Rows, Runs, Shard, Space, Spec, Transport, index, memory,
+    RowSegment, RowSet, Rows, Runs, Space, Spec, Transport, index, memory,
 };
 use annulus_plan::Strategy;
 
-use super::{KvCache, page_set::Pages, page_tree};
+use super::{
+    KvCache,
+    page_set::{Pages, shard_of},
+    page_tree,
+};
 use crate::{
-    agreement,
     calls::Collective,
     ring::{
         RingOptions,
         check::{self, Shapes},
-        describe::{self, Combined, TransportFields},
     },
 };
 
@@ -146,19 +148,12 @@ pub(super) fn agree<B: Backend>(
     deadline_variable: Option<Duration>,
 ) -> Result<(Spec, bool)> {
     let checked = spec.and_then(|spec| check_spec(backend, spec, page_rows));
-    let placement = transport.control().placement().cloned();
     let options = RingOptions { deadline_variable, ..RingOptions::default() };
-    let posts_ahead = transport.posts_ahead();
-    let groups_in_order = transport.runs_groups_in_order();
-    let described = checked.as_ref().map_err(Error::clone).map(|(spec, capabilities)| {
-        let fields =
-            TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
-        describe::plan(spec, &options, Strategy::Ring, capabilities, fields)
-            .field("page_rows", page_rows)
-    });
-    let combined = agreement::enter(transport, 0, &described)?;
+    let described = checked.as_ref().map_err(Error::clone);
+    let described = described.map(|(spec, capabilities)| (spec, capabilities, Strategy::Ring));
+    let combined = check::agree(transport, described, &options, page_rows)?;
     let (spec, _) = checked?;
-    Ok((spec, Combined::new(&combined)?.posts_ahead))
+    Ok((spec, combined.posts_ahead))
 }
 
 /// Checks the definition of a cache.
@@ -327,8 +322,7 @@ impl<S: HostTensors> Segments<S> {
     fn expand(&self, local: Range<u64>, rows: &mut Rows) -> Result<()> {
         let numbers = self.pages.row_numbers(local);
         let all = RowSet::all(numbers.len());
-        let shard = Shard { positions: vec![numbers.clone()], rows: numbers, segments: Vec::new() };
-        shard.expand(&all, rows)
+        shard_of(numbers).expand(&all, rows)
     }
 }
 

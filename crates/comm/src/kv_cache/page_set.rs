@@ -33,10 +33,7 @@ impl PageSet {
     /// Computes the pages with keys in the bounds of the queries `queries`, of any head and batch
     /// row, in a cache of `len` rows.
     pub(super) fn visible(spec: &Spec, pages: Pages, len: u64, queries: Range<u64>) -> Self {
-        let shard = |rows: Range<u64>| {
-            let rows = Runs::counting(rows.start.cast_signed(), rows.end - rows.start);
-            Arc::new(Shard { positions: vec![rows.clone()], rows, segments: Vec::new() })
-        };
+        let shard = |rows: Range<u64>| Arc::new(shard_of(counting(&rows)));
         let shards = RingShards { q: vec![shard(queries)], kv: vec![shard(0..len)] };
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
         let needs = NeedsIndex::of_queries(spec.mask.as_ref(), heads, batch, &shards, &mut || ());
@@ -98,6 +95,16 @@ impl PageSet {
         let first = ranges.get(range).map_or(number, |range| range.start);
         self.before.get(range).map_or(self.count(), |before| before + (number - first))
     }
+}
+
+/// Returns a shard of these rows, whose positions are their numbers.
+pub(super) fn shard_of(rows: Runs) -> Shard {
+    Shard { positions: vec![rows.clone()], rows, segments: Vec::new() }
+}
+
+/// Returns consecutive row numbers.
+pub(super) fn counting(rows: &Range<u64>) -> Runs {
+    Runs::counting(rows.start.cast_signed(), rows.end - rows.start)
 }
 
 /// Pages of one rank.

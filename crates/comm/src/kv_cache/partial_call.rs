@@ -5,7 +5,7 @@
 //! one rank (their merge: `merged_softmax.rs`).
 //!
 //! ```text
-//! message   max, sum [b, q_heads, queries], accumulator's type · out [b, queries, q_heads, dv]
+//! message   max, sum [b, queries, q_heads], accumulator's type · out [b, queries, q_heads, dv]
 //! ```
 //! Sums are in f64 and in the order of ranks, so that all ranks have the same bits.
 //!
@@ -21,12 +21,12 @@ use std::{
 
 use annulus_core::{
     Backend, Channel, DType, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView,
-    HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index, memory,
+    HostViewMut, Inputs, MessageHeader, Outputs, RankShard, Result, Rows, Workspace, index,
 };
 
-use super::{CacheBuffers, KvCache};
+use super::KvCache;
 use crate::{
-    merged_softmax::MergedSoftmax,
+    merged_softmax::{MergedSoftmax, PartialMerge, too_short},
     ring::{PassKind, in_flight::InFlight, program::MessageGroup, step_events::Observer},
 };
 
@@ -36,15 +36,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let rows = rounds.rows(0);
         self.attend_to_queries(&rows)?;
         let bytes = self.partial_shape(annulus_core::index(rows.end - rows.start)).bytes();
-        if self.buffers.bytes < bytes {
-            let mut receives = annulus_core::memory::list("messages", self.ranks - 1)?;
-            let own = HostBuffer::zeroed(bytes)?;
-            for _ in 1..self.ranks {
-                receives.push(HostBuffer::zeroed(bytes)?);
-            }
-            self.buffers = CacheBuffers { bytes, own: Some(own), receives };
-        }
-        Ok(())
+        self.buffers.reserve(bytes, bytes, self.ranks)
     }
 
     /// Adapts the workspace to the queries with the row numbers `rows`.
@@ -75,7 +67,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         &mut self,
         q: HostView<'_>,
         sinks: Option<&HostView<'_>>,
-        results: Outputs<HostViewMut<'_>>,
+        mut results: Outputs<HostViewMut<'_>>,
         tag: u64,
     ) -> Result<Duration> {
         let none = || Error::internal("a KV cache without memory for a call");
@@ -111,12 +103,17 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let mut arrived = in_flight.wait_all()?;
         arrived.sort_unstable_by_key(|(header, _)| header.peer);
         let before = arrived.partition_point(|(header, _)| header.peer < *rank);
-        let mut messages = Vec::with_capacity(arrived.len() + 1);
-        for (_, message) in &arrived {
-            messages.push(message.buffer.bytes());
+        let Dims { batch, q_heads, value_dim, .. } = spec.dims;
+        let mut merge = PartialMerge::new([batch, shape.queries, q_heads, value_dim], true)?;
+        let [lower, higher] = [&arrived[..before], &arrived[before..]]
+            .map(|ranks| ranks.iter().map(|(_, message)| message.buffer.bytes()));
+        for message in lower.chain([source.0.bytes()]).chain(higher) {
+            shape.add_to(&mut merge, message)?;
         }
-        messages.insert(before, source.0.bytes());
-        shape.merge(&messages, sinks, results)?;
+        if let Some(sinks) = sinks {
+            merge.add_sinks(sinks)?;
+        }
+        merge.finish(&mut results);
         buffers.receives.extend(arrived.into_iter().map(|(_, message)| message.buffer));
         buffers.own = Some(source.0);
         Ok(in_flight.waited())
@@ -124,18 +121,17 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
 
     /// Returns the messages of a round: one to each rank, the nearest first.
     pub(super) fn partial_transfers(&self, bytes: u64) -> MessageGroup {
-        let header = |peer| MessageHeader {
+        let header = |peer, bytes| MessageHeader {
             peer,
             channel: Channel::Kv,
             tag: 0,
             step: 0,
-            ranges: std::iter::once(0..bytes).collect(),
+            ranges: std::iter::once(bytes).collect(),
             agreed: None,
         };
-        let distances = 1..self.ranks;
-        let to = distances.clone().map(|distance| (self.rank + distance) % self.ranks);
-        let from = distances.map(|distance| (self.rank + self.ranks - distance) % self.ranks);
-        MessageGroup { sends: to.map(header).collect(), receives: from.map(header).collect() }
+        MessageGroup::exchange([self.rank, self.ranks], 1..self.ranks, header, |_| {
+            [0..bytes, 0..bytes]
+        })
     }
 }
 
@@ -196,13 +192,6 @@ pub(super) struct RankPartialShape {
     pub(super) queries: usize,
 }
 
-/// A message, widened.
-struct ReadPartial {
-    max: Vec<f64>,
-    sum: Vec<f64>,
-    out: Vec<f64>,
-}
-
 impl RankPartialShape {
     /// Returns the bytes of a message.
     pub(super) fn bytes(&self) -> u64 {
@@ -226,70 +215,26 @@ impl RankPartialShape {
         let statistic = self.statistic_bytes();
         let (max, rest) = bytes.split_at_mut_checked(statistic).ok_or_else(too_short)?;
         let (sum, out) = rest.split_at_mut_checked(statistic).ok_or_else(too_short)?;
-        let sums = self.dtype.accumulator();
-        let statistic = |bytes| HostViewMut::of_bytes(bytes, sums, self.statistic_shape());
+        let (sums, shape) = (self.dtype.accumulator(), self.statistic_shape());
+        let statistic =
+            |bytes| HostViewMut::of_bytes(bytes, sums, shape).map(HostViewMut::swap_rows_and_heads);
         let out = HostViewMut::of_bytes(out, self.dtype, self.out_shape())?;
         let [lse, max, sum] = [statistic(lse)?, statistic(max)?, statistic(sum)?];
         Ok(Outputs { max: Some(max), sum: Some(sum), ..Outputs::new(out, lse) })
     }
 
-    /// Merges the messages of all ranks, in their order, and the sinks `[q_heads|1, count, 1, 1]`.
-    pub(super) fn merge(
-        &self,
-        messages: &[&[u8]],
-        sinks: Option<&HostView<'_>>,
-        results: Outputs<HostViewMut<'_>>,
-    ) -> Result<()> {
-        let sinks_shape = sinks.map(HostView::shape);
-        let mut parts = Vec::with_capacity(messages.len());
-        for message in messages {
-            let bytes = message.get(..index(self.bytes())).ok_or_else(too_short)?;
-            let statistic = self.statistic_bytes();
-            let (max, rest) = bytes.split_at_checked(statistic).ok_or_else(too_short)?;
-            let (sum, out) = rest.split_at_checked(statistic).ok_or_else(too_short)?;
-            let sums = self.dtype.accumulator();
-            let max = HostView::of_bytes(max, sums, self.statistic_shape())?.widened()?;
-            let sum = HostView::of_bytes(sum, sums, self.statistic_shape())?.widened()?;
-            let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
-            parts.push(ReadPartial { max, sum, out });
-        }
-        let sinks = sinks.map(HostView::widened).transpose()?.unwrap_or_default();
-        let Dims { batch, q_heads, value_dim, .. } = self.dims;
-        // sinks of one head, or of all
-        let per_head = sinks_shape.is_some_and(|[rows, ..]| rows > 1);
-        let count = if per_head { sinks.len() / q_heads } else { sinks.len() };
-        let mut out = memory::filled("the results", index(self.results_len()), 0.0)?;
-        let mut lse = memory::filled("lse", batch * q_heads * self.queries, 0.0)?;
-        for (plane, row) in (0..batch * q_heads)
-            .flat_map(|plane| (0..self.queries).map(move |query| (plane, query)))
-            .map(|(plane, query)| (plane, plane * self.queries + query))
-        {
-            let head = plane % q_heads;
-            let first_sink = if per_head { head * count } else { 0 };
-            let sinks = &sinks[first_sink..first_sink + count];
-            let query = row % self.queries;
-            let first = ((plane / q_heads * self.queries + query) * q_heads + head) * value_dim;
-            let elements = first..first + value_dim;
-            let acc = &mut out[elements.clone()];
-            let mut softmax = MergedSoftmax::EMPTY;
-            for part in &parts {
-                // the cache has no use for ties
-                let [max, sum] = [&part.max, &part.sum].map(|list| list[row]);
-                let added = softmax.add(MergedSoftmax { max, sum, ties: 0.0 });
-                let Some([rescale, weight]) = added else { continue };
-                let out = part.out[elements.clone()].iter().map(|x| weight * sum * x);
-                acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + x);
-            }
-            for &sink in sinks {
-                let Some([rescale, _]) = softmax.add(MergedSoftmax::sink(sink)) else { continue };
-                acc.iter_mut().for_each(|acc| *acc *= rescale);
-            }
-            acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
-            lse[row] = softmax.lse();
-        }
-        let Outputs { out: mut all, lse: mut statistics, .. } = results;
-        all.write(&out);
-        statistics.write(&lse);
+    /// Adds a message to those of lower ranks.
+    fn add_to(&self, merge: &mut PartialMerge, message: &[u8]) -> Result<()> {
+        let bytes = message.get(..index(self.bytes())).ok_or_else(too_short)?;
+        let (statistics, out) = bytes.split_at(2 * self.statistic_bytes());
+        let (max, sum) = statistics.split_at(self.statistic_bytes());
+        let (sums, shape) = (self.dtype.accumulator(), self.statistic_shape());
+        let [max, sum] = [max, sum].map(|bytes| HostView::of_bytes(bytes, sums, shape)?.widened());
+        let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
+        // the cache has no use for ties
+        let statistics = max?.into_iter().zip(sum?);
+        let statistics = statistics.map(|(max, sum)| MergedSoftmax { max, sum, ties: 0.0 });
+        merge.add(0..self.dims.q_heads, out.into_iter(), statistics);
         Ok(())
     }
 
@@ -297,21 +242,13 @@ impl RankPartialShape {
         self.statistic_shape().iter().product::<usize>() * self.dtype.accumulator().bytes()
     }
 
-    fn results_len(&self) -> u64 {
-        self.out_shape().iter().map(|&length| length as u64).product()
-    }
-
     const fn statistic_shape(&self) -> [usize; 4] {
-        [self.dims.batch, self.dims.q_heads, self.queries, 1]
+        [self.dims.batch, self.queries, self.dims.q_heads, 1]
     }
 
     const fn out_shape(&self) -> [usize; 4] {
         [self.dims.batch, self.queries, self.dims.q_heads, self.dims.value_dim]
     }
-}
-
-fn too_short() -> Error {
-    Error::internal("a message that is shorter than its partial results")
 }
 
 #[cfg(test)]

@@ -17,11 +17,11 @@ use std::{
 use annulus_core::{
     Arrived, Backend, Dims, Error, ForwardPass, Host, HostBuffer, HostTensors, HostView,
     HostViewMut, Inputs, LeafMerges, MessageHeader, Outputs, RankLeaves, RankShard, Result, Rows,
-    Space, Spec, Workspace, index, memory,
+    Spec, Workspace, index, memory,
 };
 
 use super::{
-    CacheBuffers, KvCache,
+    KvCache,
     page_set::PageSet,
     page_set::Pages,
     page_tree::PageTree,
@@ -53,22 +53,10 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let own_rows = own.end - own.start;
         let visible = &messages.visible;
         PageTree::prepare(&mut self.tree, &self.backend, &self.spec, own_rows, visible)?;
-        let [sent, received] = [messages.send_bytes(), messages.receive_bytes()];
-        let CacheBuffers { own, receives, .. } = &self.buffers;
-        let is_long = |buffer: &_, bytes| Host::size(buffer) >= bytes;
-        if !own.as_ref().is_some_and(|own| is_long(own, sent))
-            || !receives.iter().all(|buffer| is_long(buffer, received))
-        {
-            // messages grow with the pages: allocate for at most twice as many
-            let [sent, received] = [sent, received].map(u64::next_power_of_two);
-            let mut receives = memory::list("messages", self.ranks - 1)?;
-            let own = Some(HostBuffer::zeroed(sent)?);
-            for _ in 1..self.ranks {
-                receives.push(HostBuffer::zeroed(received)?);
-            }
-            self.buffers = CacheBuffers { bytes: sent, own, receives };
-        }
-        Ok(())
+        // messages grow with the pages: allocated for at most twice as many
+        let bytes = [messages.send_bytes(), messages.receive_bytes()];
+        let [sent, received] = bytes.map(u64::next_power_of_two);
+        self.buffers.reserve(sent, received, self.ranks)
     }
 
     /// Computes the queries `q`, which have the row numbers `rows`, over this rank's pages,

@@ -114,45 +114,30 @@ impl TreeMessages {
     /// Returns the messages of the reduce-scatter, to and from the nearest rank first. Empty
     /// messages are not sent.
     pub(super) fn page_transfers(&self) -> MessageGroup {
-        self.transfers(
-            0,
-            |to| self.pages_to(self.pages.rank, to),
-            |from| {
-                let bytes = self.pages_to(from, self.pages.rank);
-                0..bytes.end - bytes.start
-            },
-        )
+        let rank = self.pages.rank;
+        self.transfers(0, |peer| {
+            let received = self.pages_to(peer, rank);
+            [self.pages_to(rank, peer), 0..received.end - received.start]
+        })
     }
 
     /// Returns the messages of the all-gather.
     pub(super) fn result_transfers(&self) -> MessageGroup {
-        let own = 0..self.results_of(self.pages.rank);
-        self.transfers(1, |_| own.clone(), |from| 0..self.results_of(from))
+        let own = self.results_of(self.pages.rank);
+        self.transfers(1, |peer| [0..own, 0..self.results_of(peer)])
     }
 
-    fn transfers(
-        &self,
-        tag: u64,
-        sent: impl Fn(u64) -> Range<u64>,
-        received: impl Fn(u64) -> Range<u64>,
-    ) -> MessageGroup {
-        let Pages { rank, ranks, .. } = self.pages;
-        let header = |peer: u64, bytes: Range<u64>| {
-            (bytes.start < bytes.end).then(|| MessageHeader {
-                peer: index(peer),
-                channel: Channel::Kv,
-                tag,
-                step: index(tag),
-                ranges: std::iter::once(bytes).collect(),
-                agreed: None,
-            })
+    fn transfers(&self, tag: u64, bytes: impl Fn(u64) -> [Range<u64>; 2]) -> MessageGroup {
+        let header = |peer, bytes| MessageHeader {
+            peer,
+            channel: Channel::Kv,
+            tag,
+            step: index(tag),
+            ranges: std::iter::once(bytes).collect(),
+            agreed: None,
         };
-        let to = (1..ranks).map(|distance| (rank + distance) % ranks);
-        let from = (1..ranks).map(|distance| (rank + ranks - distance) % ranks);
-        MessageGroup {
-            sends: to.filter_map(|peer| header(peer, sent(peer))).collect(),
-            receives: from.filter_map(|peer| header(peer, received(peer))).collect(),
-        }
+        let [rank, ranks] = [self.pages.rank, self.pages.ranks].map(index);
+        MessageGroup::exchange([rank, ranks], 1..ranks, header, |peer| bytes(peer as u64))
     }
 
     /// Writes the records of one page for all ranks: the one at `index_of_page` among this rank's

@@ -11,12 +11,29 @@
 //! Every rank is watched by its neighbours. Let S be the silent ranks, not all: some neighbour of S
 //! is alive, because the graph is connected, and reports one of them. An abort reaches all living
 //! ranks, or all of those that are still connected with its origin; the others have silent
-//! neighbours themselves. An all-gather (`all_gather.rs`) uses the same edges, so a rank sends to
-//! O(log ranks) others besides those with which it exchanges blocks.
+//! neighbours themselves.
+//!
+//! # All-gathers
+//! They use the same edges, so a rank sends to O(log ranks) others besides those with which it
+//! exchanges blocks: in ⌈log₂ ranks⌉ rounds one message per rank, instead of a message to every rank.
+//!
+//! ```text
+//! for reach = 1, 2, 4, … < ranks:                                              (ranks mod `ranks`)
+//!   once rank r has the parts of r, r + 1, …, r + reach − 1:
+//!     send the first min(reach, ranks − reach) of them to rank r − reach
+//! ```
+//! So every part reaches every other rank exactly once. No rank waits in a round: it forwards parts
+//! as they arrive. A late rank therefore delays only those that need its part, and the wait for a
+//! lost rank ends at the deadline, like that for any other message.
+//!
+//! Ranks that agree contribute equal parts. A message contains a run of equal parts once, so an
+//! agreement of thousands of ranks sends ⌈log₂ ranks⌉ messages of the length of one or two parts
+//! per rank, as an all-reduce would, and a rank that differs adds its part alone.
 //!
 //! # Source
 //! Dissemination barrier: Hensgen, Finkel, Manber 1988, Two algorithms for barrier synchronization.
-
+//! All-gather: the concatenation of Bruck et al. 1997, Efficient algorithms for all-to-all
+//! communications in multiport message-passing systems.
 /// Returns the distances 1, 2, 4, … < `ranks`.
 fn distances(ranks: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(1usize), |distance| distance.checked_mul(2))
@@ -104,6 +121,123 @@ impl Barrier {
             self.sent += 1;
         }
         messages
+    }
+}
+
+use std::sync::Arc;
+
+use super::frame::PartRun;
+
+/// State of one all-gather on this rank.
+#[derive(Debug)]
+pub(super) struct TreeAllGather {
+    /// Parts that have arrived, by rank. Equal neighbours share their bytes.
+    parts: Vec<Option<Arc<[u8]>>>,
+    /// Number of ranks whose part has not arrived.
+    missing: usize,
+    /// Number of frames from this rank that are still being sent.
+    pub(super) unsent: usize,
+    /// Number of all-gathers that this rank had started before this one; `None` until it starts it.
+    pub(super) number: Option<u64>,
+    /// Distance to the receiver of the next message.
+    reach: usize,
+}
+
+/// The next message of a rank in an all-gather.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct GatherMessage {
+    pub(super) receiver: usize,
+    /// Ranks whose parts it contains.
+    pub(super) ranks: Vec<usize>,
+}
+
+impl TreeAllGather {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self { parts: vec![None; ranks], missing: ranks, unsent: 0, number: None, reach: 1 }
+    }
+
+    /// Stores the part of `rank`. Returns false if there is no such rank or its part is present.
+    pub(super) fn put(&mut self, rank: usize, bytes: &[u8]) -> bool {
+        self.put_run(&PartRun { first: rank as u64, ranks: 1, bytes: bytes.into() })
+    }
+
+    /// Stores the equal parts of a run of ranks. Returns false, and stores none, if there are no
+    /// such ranks or a part is present.
+    pub(super) fn put_run(&mut self, PartRun { first, ranks, bytes }: &PartRun) -> bool {
+        let end = first.checked_add(*ranks).and_then(|end| usize::try_from(end).ok());
+        let (Ok(first), Some(end)) = (usize::try_from(*first), end) else { return false };
+        let Some(run) = self.parts.get(first..end).filter(|run| !run.is_empty()) else {
+            return false;
+        };
+        if run.iter().any(Option::is_some) {
+            return false;
+        }
+        // shared with the parts beside it, so that later runs are found by their addresses
+        let beside = [first.checked_sub(1), Some(end)].into_iter().flatten();
+        let mut beside = beside.filter_map(|rank| self.parts.get(rank)?.as_ref());
+        let shared = beside.find(|part| ***part == **bytes).unwrap_or(bytes).clone();
+        self.missing -= end - first;
+        self.parts[first..end].fill(Some(shared));
+        true
+    }
+
+    /// Returns the parts of `ranks`, which are present, as runs of equal parts.
+    pub(super) fn runs(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<PartRun> {
+        let mut runs: Vec<PartRun> = Vec::new();
+        for rank in ranks {
+            let Some(Some(part)) = self.parts.get(rank) else { continue };
+            let continues = |run: &PartRun| {
+                run.first + run.ranks == rank as u64
+                    && (Arc::ptr_eq(&run.bytes, part) || run.bytes == *part)
+            };
+            match runs.last_mut().filter(|run| continues(run)) {
+                Some(run) => run.ranks += 1,
+                None => {
+                    runs.push(PartRun { first: rank as u64, ranks: 1, bytes: Arc::clone(part) });
+                }
+            }
+        }
+        runs
+    }
+
+    /// Returns true if the part of `rank` is present.
+    pub(super) fn has(&self, rank: usize) -> bool {
+        self.parts.get(rank).is_some_and(Option::is_some)
+    }
+
+    /// Returns all parts that are present, in the order of ranks.
+    pub(super) fn into_parts(self) -> Vec<Vec<u8>> {
+        self.parts.into_iter().flatten().map(|part| part.to_vec()).collect()
+    }
+
+    /// Returns true if this rank has started it and all parts are present.
+    pub(super) const fn is_complete(&self) -> bool {
+        self.number.is_some() && self.missing == 0
+    }
+
+    /// Returns true if this rank has started it and a part is missing.
+    pub(super) const fn is_incomplete(&self) -> bool {
+        self.number.is_some() && self.missing > 0
+    }
+
+    /// Returns true if this rank has started it and has messages left to send.
+    pub(super) fn has_messages_left(&self) -> bool {
+        self.number.is_some() && self.reach < self.parts.len()
+    }
+
+    /// Returns the next message of `rank`, once all of its parts are present.
+    pub(super) fn next(&mut self, rank: usize) -> Option<GatherMessage> {
+        let ranks = self.parts.len();
+        let reach = self.reach;
+        let first = |count: usize| (0..count).map(|distance| (rank + distance) % ranks);
+        if reach >= ranks || first(reach).any(|rank| self.parts[rank].is_none()) {
+            return None;
+        }
+        self.reach *= 2;
+        Some(GatherMessage {
+            receiver: (rank + ranks - reach) % ranks,
+            ranks: first(reach.min(ranks - reach)).collect(),
+        })
     }
 }
 
@@ -274,5 +408,108 @@ mod tests {
             prop_assert_eq!(sent, ranks * ranks.next_power_of_two().ilog2() as usize);
             prop_assert_eq!(barriers[0].receive(64), None);
         }
+    }
+
+    /// Runs an all-gather of `parts`, whose messages arrive in an order drawn from `pick`. Returns the
+    /// parts that all ranks have, the number of messages, and the most bytes that a rank has sent,
+    /// with 24 bytes for each run.
+    fn gather(
+        parts: &[Vec<u8>],
+        mut pick: impl FnMut(usize) -> usize,
+    ) -> (Vec<Vec<u8>>, usize, usize) {
+        let ranks = parts.len();
+        let mut gathers: Vec<TreeAllGather> =
+            (0..ranks).map(|_| TreeAllGather::new(ranks)).collect();
+        let mut sent = vec![0; ranks];
+        let mut in_flight = Vec::new();
+        let mut messages = 0;
+        let mut send = |rank: usize, gather: &mut TreeAllGather, in_flight: &mut Vec<_>| {
+            while let Some(GatherMessage { receiver, ranks }) = gather.next(rank) {
+                let runs = gather.runs(ranks);
+                sent[rank] += runs.iter().map(|run| 24 + run.bytes.len()).sum::<usize>();
+                messages += 1;
+                in_flight.push((receiver, runs));
+            }
+        };
+        for (rank, gather) in gathers.iter_mut().enumerate() {
+            assert!(gather.put(rank, &parts[rank]));
+            gather.number = Some(0);
+            send(rank, gather, &mut in_flight);
+        }
+        while !in_flight.is_empty() {
+            let (receiver, runs) = in_flight.swap_remove(pick(in_flight.len()));
+            let gather = &mut gathers[receiver];
+            for run in runs {
+                assert!(gather.put_run(&run) && !gather.put_run(&run));
+            }
+            let missing = gather.parts.iter().filter(|part| part.is_none()).count();
+            assert_eq!(gather.missing, missing);
+            send(receiver, gather, &mut in_flight);
+        }
+        assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
+        let mut all = gathers.into_iter().map(TreeAllGather::into_parts);
+        let first = all.next().unwrap();
+        assert!(all.all(|parts| parts == first));
+        (first, messages, sent.into_iter().max().unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn every_part_reaches_every_rank_once_in_any_order(
+            parts in prop::collection::vec(0u8..3, 1..70),
+            order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
+        ) {
+            let parts: Vec<Vec<u8>> = parts.into_iter().map(|part| vec![part; part.into()]).collect();
+            let mut order = order.into_iter().cycle();
+            let (gathered, messages, _) = gather(&parts, |len| order.next().unwrap().index(len));
+            prop_assert_eq!(&gathered, &parts);
+            prop_assert_eq!(messages, parts.len() * parts.len().next_power_of_two().ilog2() as usize);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_has_not_started_sends_nothing() {
+        let message =
+            |receiver, ranks: &[usize]| Some(GatherMessage { receiver, ranks: ranks.to_vec() });
+        let mut gather = TreeAllGather::new(4);
+        assert!(gather.put(2, &[]));
+        assert_eq!(gather.next(1), None);
+        assert!(!gather.has_messages_left() && !gather.is_complete() && !gather.is_incomplete());
+        assert!(gather.put(1, &[]));
+        gather.number = Some(3);
+        assert!(gather.has_messages_left());
+        let next = [gather.next(1), gather.next(1), gather.next(1)];
+        assert_eq!(next, [message(0, &[1]), message(3, &[1, 2]), None]);
+        assert!(!gather.has_messages_left() && !gather.is_complete() && gather.is_incomplete());
+    }
+
+    #[test]
+    fn an_agreement_sends_equal_parts_once_a_message() {
+        for ranks in [1usize, 2, 3, 7, 64, 500] {
+            let rounds = ranks.next_power_of_two().ilog2() as usize;
+            let mut parts = vec![vec![7; 45]; ranks];
+            let (gathered, _, most) = gather(&parts, |len| len - 1);
+            assert_eq!(gathered, parts);
+            // two runs where the ranks wrap around
+            assert!(most <= rounds * 2 * (45 + 24), "{ranks} ranks: {most} bytes");
+            // one that differs splits a run
+            parts[ranks / 3] = vec![8; 45];
+            let (gathered, _, most) = gather(&parts, |len| len - 1);
+            assert_eq!(gathered, parts);
+            assert!(most <= rounds * 4 * (45 + 24), "{ranks} ranks: {most} bytes");
+        }
+    }
+
+    #[test]
+    fn runs_outside_of_the_ranks_are_refused() {
+        let run = |first, ranks| PartRun { first, ranks, bytes: [1].into() };
+        let mut gather = TreeAllGather::new(4);
+        for (first, ranks) in [(0, 0), (0, 5), (4, 1), (3, 2), (u64::MAX, 2), (2, u64::MAX)] {
+            assert!(!gather.put_run(&run(first, ranks)), "{first} {ranks}");
+        }
+        assert!(gather.put_run(&run(1, 2)) && !gather.put_run(&run(2, 2)));
+        assert!(gather.has(2) && !gather.has(3));
+        assert!(gather.put_run(&run(3, 1)) && gather.put_run(&run(0, 1)));
+        assert_eq!(gather.missing, 0);
     }
 }

@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 use annulus_core::{Error, HostBuffer, Result};
 
 use super::{
-    all_gather::{GatherMessage, TreeAllGather},
+    circulant::{GatherMessage, TreeAllGather},
     endpoint::MpiEndpoint,
     frame::ControlFrame,
-    messages::MessageBuffer,
-    messages::MessageKind,
+    messages::{MessageBuffer, MessageKind},
     peers::RankWork,
-    requests::{Address, LONGEST_PIECE, Mode},
+    requests::{Address, LONGEST_PIECE},
 };
 
 /// Minimum interval between heartbeats, which limits their cost where kernels tick often: a fifth
@@ -51,7 +50,7 @@ impl MpiEndpoint {
                 self.all_gather(context, round).unsent += 1;
                 let frame = ControlFrame::GatherParts { context, round, parts }.encode()?;
                 let kind = MessageKind::GatherParts { context, peer: receiver, round };
-                self.send_frame(receiver, &frame, kind)?;
+                self.send_frame(self.settings.synchronous, receiver, &frame, kind)?;
             }
         }
         Ok(())
@@ -64,16 +63,6 @@ impl MpiEndpoint {
         all_gathers.entry(round).or_insert_with(|| TreeAllGather::new(ranks))
     }
 
-    /// Sends a frame to `peer`.
-    pub(super) fn send_frame(
-        &mut self,
-        peer: usize,
-        frame: &HostBuffer,
-        kind: MessageKind,
-    ) -> Result<()> {
-        self.send_frame_as(self.mode(), peer, frame, kind)
-    }
-
     /// Sends a frame to some peers, in the standard mode: none of them needs to receive it. A peer
     /// that does not get it fails at its deadline.
     pub(super) fn send_to_each(
@@ -84,7 +73,7 @@ impl MpiEndpoint {
         let frame = frame.encode()?;
         peers.into_iter().try_for_each(|peer| {
             let kind = MessageKind::FrameSend { peer };
-            self.send_frame_as(Mode::Standard, peer, &frame, kind)
+            self.send_frame(false, peer, &frame, kind)
         })
     }
 
@@ -98,7 +87,7 @@ impl MpiEndpoint {
             Error::Aborted { rank, what } => (*rank as u64, what.clone()),
             error => (self.rank as u64, error.to_string()),
         };
-        for peer in self.peers.staying().to_vec() {
+        for peer in self.peers.staying.clone() {
             // a rank that does not get it fails at its deadline
             drop(self.send_to_each([peer], &ControlFrame::Abort { rank, what: what.clone() }));
         }
@@ -110,16 +99,16 @@ impl MpiEndpoint {
         let age = now.saturating_duration_since(at).as_nanos();
         let age = u64::try_from(age).unwrap_or(u64::MAX);
         let frame = ControlFrame::Heartbeat { rank: rank as u64, count, age };
-        let staying = self.peers.staying().to_vec();
-        let peers = staying.into_iter().filter(|&peer| self.peers[peer].count_heartbeat());
+        let staying = self.peers.staying.clone();
+        let peers = staying.into_iter().filter(|&peer| self.peers.all[peer].count_heartbeat());
         let peers: Vec<usize> = peers.collect();
         self.send_to_each(peers, &frame)
     }
 
-    /// Sends a frame in the given mode: the standard one for a frame that may never be received.
-    pub(super) fn send_frame_as(
+    /// Sends a frame, not synchronously if it may never be received.
+    pub(super) fn send_frame(
         &mut self,
-        mode: Mode,
+        synchronous: bool,
         peer: usize,
         frame: &HostBuffer,
         kind: MessageKind,
@@ -129,7 +118,7 @@ impl MpiEndpoint {
         let Some(control) = &self.control else { return Ok(()) };
         let range = 0..frame.bytes().len() as u64;
         let frame = MessageBuffer::Host(frame.clone());
-        self.requests.send(control, mode, to, frame, range, kind)
+        self.requests.send(control, synchronous, to, frame, range, kind)
     }
 
     /// Starts an all-gather of a context.

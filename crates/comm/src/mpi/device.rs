@@ -15,21 +15,16 @@
 use std::{collections::VecDeque, ops::Range, time::Duration};
 
 use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+    Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
-use super::{
-    Mpi,
-    messages::MessageBuffer,
-    transfers::{ReceiveRequest, contiguous},
-};
+use super::{Mpi, messages::MessageBuffer, transfers::contiguous};
 use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, Failure, MessageKey, ReceiveRequest, not_posted, take_ready},
     staged::DeviceHeartbeat,
-    staged::is_same_message,
 };
 
 /// Interval between polls of events while no other call polls them: small beside the transfer of a
@@ -50,7 +45,7 @@ pub struct DeviceMpi {
     arrived: Vec<(MessageHeader, CudaBuffer, Event)>,
     heartbeat: DeviceHeartbeat,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 /// A send that starts once `ready` has passed.
@@ -94,20 +89,7 @@ impl DeviceMpi {
             arrived: Vec::new(),
             heartbeat: DeviceHeartbeat::default(),
             bytes_sent: 0,
-            failed: None,
-        })
-    }
-
-    fn check_alive(&self) -> Result<()> {
-        self.failed.clone().map_or(Ok(()), Err)
-    }
-
-    /// Records the error that ends this endpoint, if it is fatal.
-    fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
-        result.inspect_err(|error| {
-            if error.is_fatal() {
-                self.failed.get_or_insert_with(|| error.clone());
-            }
+            failure: Failure::default(),
         })
     }
 
@@ -120,11 +102,9 @@ impl DeviceMpi {
         for (header, buffer) in
             outgoing.chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)))
         {
-            ranges::check(header, self.inner.ranks(), buffer.len())?;
+            message::check(header, self.inner.ranks(), buffer.len())?;
         }
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
-        });
+        receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
         for Incoming { header, buffer } in receives.drain(..) {
             // work that was enqueued on the buffer earlier comes first
             buffer.wait_on(&self.stream)?;
@@ -163,14 +143,9 @@ impl DeviceMpi {
     fn pump(&mut self) -> Result<()> {
         // MPI inquires about pointers in the current context
         self.stream.device().make_current()?;
-        let mut index = 0;
-        while let Some(send) = self.sends.get(index) {
-            if send.ready.passed_in_time()? {
-                let WaitingSend { header, buffer, .. } = self.sends.remove(index);
-                self.inner.send_device(&header, buffer)?;
-            } else {
-                index += 1;
-            }
+        let is_ready = |send: &mut WaitingSend| Ok(send.ready.passed_in_time()?.then_some(()));
+        for (WaitingSend { header, buffer, .. }, ()) in take_ready(&mut self.sends, is_ready)? {
+            self.inner.send_device(&header, buffer)?;
         }
         // in order, because tags of receives only grow
         while let Some(first) = self.waiting.front() {
@@ -182,13 +157,10 @@ impl DeviceMpi {
                 self.receives.push(receive);
             }
         }
-        let mut index = 0;
-        while let Some(receive) = self.receives.get(index) {
-            let Some(buffer) = self.inner.take_device(&receive.contiguous)? else {
-                index += 1;
-                continue;
-            };
-            let DeviceReceive { header, scatter_into, free, .. } = self.receives.swap_remove(index);
+        let inner = &mut self.inner;
+        let arrived =
+            take_ready(&mut self.receives, |receive| inner.take_device(&receive.contiguous))?;
+        for (DeviceReceive { header, scatter_into, free, .. }, buffer) in arrived {
             match scatter_into {
                 // MPI has written the bytes: no work of the device is left to wait for
                 None => self.arrived.push((header, buffer, free)),
@@ -252,26 +224,27 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        self.check_alive()?;
+        self.failure.check()?;
         let posted = self.try_post(sends, receives).and_then(|()| self.pump());
-        self.remember(posted)
+        self.failure.remember(posted)
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        self.check_alive()?;
+        self.failure.check()?;
         let pumped = self.pump();
-        self.remember(pumped)?;
+        self.failure.remember(pumped)?;
         let waits = !self.sends.is_empty() || !self.waiting.is_empty();
         self.heartbeat.poll(waits, &mut self.inner);
         let timeout = if waits { timeout.min(POLL) } else { timeout };
         let moved =
             Transport::<Host>::progress(&mut self.inner, timeout).and_then(|()| self.pump());
-        self.remember(moved)
+        self.failure.remember(moved)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        self.failure.check()?;
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(index) = self.arrived.iter().position(|(other, ..)| same(other)) {
             let (_, buffer, ready) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -280,11 +253,10 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         if posted.map(|receive| &receive.header).any(same) {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
-    host_messages_of_inner! {}
+    host_messages_of_inner! { failure }
 
     fn pending(&self) -> bool {
         !self.sends.is_empty() || Transport::<Host>::pending(&self.inner)

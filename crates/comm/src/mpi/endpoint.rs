@@ -14,15 +14,19 @@ use annulus_core::{
 use super::{
     CONTROL, Mpi, Settings,
     circulant::Barrier,
-    communicator::MpiCommunicator,
+    communicator::{CreationWait, MpiCommunicator},
     context::PlanContext,
     lifetime::{check_process, is_forked},
-    messages::{MessageBuffer, MessageKind, WireTags},
-    nodes::{NodeMap, gather_records},
+    messages::{MessageBuffer, WireTags},
+    nodes::{NodeMap, Record, own_record},
     peers::{Departure, LatestWork, Peers},
     requests::Requests,
 };
 use crate::staged::Staging;
+
+/// Round of the all-gather of records. Those of plans count up from 0, and those of NCCL's start
+/// are the last two.
+const RECORDS_ROUND: u64 = u64::MAX - 2;
 
 /// State of one rank that its contexts share.
 pub(super) struct MpiEndpoint {
@@ -36,7 +40,7 @@ pub(super) struct MpiEndpoint {
     /// True if the settings of all ranks let receives with agreed lengths start when they are
     /// posted. False until the records of all ranks are gathered, right after creation.
     pub(super) posts_ahead: bool,
-    pub(super) requests: Requests<MessageKind>,
+    pub(super) requests: Requests,
     pub(super) staging: Staging,
     pub(super) peers: Peers,
     /// Empty until the records of all ranks are gathered, right after creation.
@@ -67,12 +71,12 @@ impl MpiEndpoint {
     pub(super) fn new(data: MpiCommunicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
         let control = MpiCommunicator::duplicate(data.as_parent(), CONTROL, &settings.timeout)?;
-        let rank = data.rank();
-        let ranks = data.ranks();
-        let tags = WireTags::new(data.last_tag(), ranks).ok_or_else(|| {
+        let rank = data.rank;
+        let ranks = data.ranks;
+        let tags = WireTags::new(data.last_tag, ranks).ok_or_else(|| {
             Error::unsupported(
                 format!("a ring of {ranks} ranks"),
-                format!("an MPI whose tags end at {}", data.last_tag()),
+                format!("an MPI whose tags end at {}", data.last_tag),
             )
         })?;
         let mut endpoint = Self::detached(rank, ranks);
@@ -94,7 +98,7 @@ impl MpiEndpoint {
             settings: Settings::default(),
             tags: WireTags::default(),
             posts_ahead: false,
-            requests: Requests::new(),
+            requests: Requests::default(),
             staging: Staging::default(),
             peers: Peers::new(rank, ranks, now),
             nodes: Arc::new(NodeMap::new(Vec::new())),
@@ -122,10 +126,25 @@ impl MpiEndpoint {
 
     /// Gathers the locations of all ranks, and finds out if messages may be received ahead: if no
     /// rank announces them and all divide them into the same pieces.
+    ///
+    /// Frames carry the records, in an all-gather of the first context. `MPI_Comm_split_type` would
+    /// find nodes as well, but it blocks: a rank that does not come is waited for without a limit,
+    /// and MPICH keeps a core busy meanwhile. `MPI_Iallgather` would connect every pair of ranks in
+    /// some MPIs (Open MPI's is linear), which costs a descriptor for each.
     pub(super) fn gather_records(&mut self) -> Result<()> {
-        let (_, communicator) = self.enter()?;
+        self.enter()?;
         let messages = self.settings.message_format();
-        let records = gather_records(communicator, &messages, &self.settings.timeout)?;
+        let timeout = self.settings.timeout.clone();
+        let mut wait = CreationWait::new(&timeout, "the ranks did not all report where they run");
+        self.start_all_gather(0, RECORDS_ROUND, own_record(&messages)?.as_bytes())?;
+        let parts = loop {
+            match self.try_all_gather(0, RECORDS_ROUND)? {
+                Some(parts) => break parts,
+                None => wait.pause(self.rank)?,
+            }
+        };
+        let records = parts.iter().enumerate().map(|(peer, record)| Record::decode(peer, record));
+        let records = records.collect::<Result<Vec<_>>>()?;
         let is_same = records.iter().all(|record| record.messages == messages);
         self.posts_ahead = is_same && !self.settings.announce;
         self.nodes = Arc::new(NodeMap::new(records));
@@ -155,7 +174,7 @@ impl MpiEndpoint {
         self.next_context += 1;
         // neighbours that have left the endpoint will not create it
         let left: Vec<(usize, Instant)> =
-            self.peers.left().iter().map(|(&peer, &at)| (peer, at)).collect();
+            self.peers.left.iter().map(|(&peer, &at)| (peer, at)).collect();
         let context = self.context(number);
         context.is_open = true;
         context.posts_ahead = posts_ahead;
@@ -218,8 +237,8 @@ impl Mpi {
         let mut endpoint = self.shared.lock();
         let result = work(&mut endpoint, self.context);
         // neighbours only leave
-        if endpoint.peers.staying().len() != self.watched.len() {
-            self.watched = endpoint.peers.staying().to_vec();
+        if endpoint.peers.staying.len() != self.watched.len() {
+            self.watched = endpoint.peers.staying.clone();
         }
         result
     }

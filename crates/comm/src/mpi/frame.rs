@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
-use super::messages::number as channel_number;
+use super::messages::{Announcement, number as channel_number};
+use crate::message::MessageKey;
 
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,17 +13,8 @@ pub(super) enum ControlFrame {
     /// The sender lives. The latest work that it knows of is number `count` of `rank`, and
     /// `age` nanoseconds old.
     Heartbeat { rank: u64, count: u64, age: u64 },
-    /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes, its
-    /// announced message number `number`.
-    Announce {
-        context: u64,
-        channel: Channel,
-        tag: u64,
-        step: u64,
-        bytes: u64,
-        piece: u64,
-        number: u64,
-    },
+    /// The sender starts sending a message.
+    Announce { context: u64, message: Announcement },
     /// Parts of all-gather `round` of a context.
     GatherParts { context: u64, round: u64, parts: Vec<PartRun> },
     /// `rank` failed first, with the error text `what`.
@@ -84,9 +76,10 @@ impl ControlFrame {
         let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
             Self::Heartbeat { rank, count, age } => (0, &[*rank, *count, *age], &[]),
-            Self::Announce { context, channel, tag, step, bytes, piece, number } => {
-                let channel = channel_number(*channel);
-                (1, &[*context, channel, *tag, *step, *bytes, *piece, *number], &[])
+            Self::Announce { context, message } => {
+                let &Announcement { key, step, bytes, piece, number } = message;
+                let channel = channel_number(key.channel);
+                (1, &[*context, channel, key.tag, step as u64, bytes, piece, number], &[])
             }
             Self::GatherParts { context, round, parts } => {
                 let encoded = |PartRun { first, ranks, bytes }: &PartRun| {
@@ -126,12 +119,12 @@ impl ControlFrame {
             step: 0,
             what: format!("a malformed control message of {} bytes", bytes.len()),
         };
-        read(bytes).ok_or_else(malformed)
+        read(bytes, peer).ok_or_else(malformed)
     }
 }
 
-/// Decodes a frame; `None` if it is malformed.
-fn read(bytes: &[u8]) -> Option<ControlFrame> {
+/// Decodes a frame from `peer`; `None` if it is malformed.
+fn read(bytes: &[u8], peer: usize) -> Option<ControlFrame> {
     let (&kind, mut rest) = bytes.split_first()?;
     let mut next = || {
         let (number, behind) = rest.split_first_chunk::<8>()?;
@@ -142,12 +135,13 @@ fn read(bytes: &[u8]) -> Option<ControlFrame> {
         0 => ControlFrame::Heartbeat { rank: next()?, count: next()?, age: next()? },
         1 => ControlFrame::Announce {
             context: next()?,
-            channel: channel(next()?)?,
-            tag: next()?,
-            step: next()?,
-            bytes: next()?,
-            piece: next()?,
-            number: next()?,
+            message: Announcement {
+                key: MessageKey { peer, channel: channel(next()?)?, tag: next()? },
+                step: usize::try_from(next()?).ok()?,
+                bytes: next()?,
+                piece: next()?,
+                number: next()?,
+            },
         },
         2 => ControlFrame::GatherParts {
             context: next()?,
@@ -207,12 +201,13 @@ mod tests {
         let run = |first, ranks, bytes: &[u8]| PartRun { first, ranks, bytes: bytes.into() };
         let announce = |channel| ControlFrame::Announce {
             context: 2,
-            channel,
-            tag: u64::MAX,
-            step: 3,
-            bytes: 1 << 40,
-            piece: 7,
-            number: 8,
+            message: Announcement {
+                key: MessageKey { peer: 1, channel, tag: u64::MAX },
+                step: 3,
+                bytes: 1 << 40,
+                piece: 7,
+                number: 8,
+            },
         };
         let leave = |leaving| ControlFrame::Leave {
             context: 5,

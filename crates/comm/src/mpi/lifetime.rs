@@ -10,6 +10,8 @@
 //! parent. The process in which MPI was alive first is recorded; in its children nothing calls MPI.
 //!
 //! A handle that was dropped on a thread which may not call MPI waits here for its own thread.
+//!
+//! [`Launch`] initialises and finalises MPI, for a program whose host has not done so.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
@@ -24,7 +26,7 @@ use std::{
 use annulus_core::{Error, HomeProcess, Result};
 use annulus_mpi::ffi;
 
-use super::ffi::{PeerStep, check, check_loaded};
+use super::ffi::{GpuAwareness, GpuRuntime, PeerStep, check, check_loaded, library};
 
 /// State of MPI in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -259,4 +261,86 @@ pub(super) fn drop_deferred() {
     // the list is free while they are dropped: another thread may defer one meanwhile
     let all = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     all.into_iter().for_each(|drop_handle| drop_handle());
+}
+
+/// MPI from initialisation to finalisation: held by `main` of a program under a launcher. Does
+/// nothing if the host program has initialised MPI.
+///
+/// Dropping it finalises MPI if it has initialised it. If the thread panics, it ends the job on all
+/// ranks with status 101 instead, because the other ranks would wait for this one without end. In a
+/// forked child it does nothing.
+///
+/// Below `MPI_THREAD_MULTIPLE` it belongs on the main thread, like every call of MPI.
+#[derive(Debug)]
+pub struct Launch {
+    began: bool,
+}
+
+impl Launch {
+    /// Initialises MPI with the highest thread level that it grants, unless it is initialised.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised already,
+    /// [`annulus_core::Error::Unsupported`] in a forked child of a process that uses MPI,
+    /// [`annulus_core::Error::Comm`] if it fails.
+    pub fn begin() -> Result<Self> {
+        if lifetime() == Lifetime::Alive {
+            check_process()?;
+            return Ok(Self { began: false });
+        }
+        initialize()?;
+        Ok(Self { began: true })
+    }
+
+    /// Returns true if this has initialised MPI.
+    pub const fn began(&self) -> bool {
+        self.began
+    }
+
+    /// Returns name and version of the MPI library.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Comm`] if MPI fails.
+    pub fn library(&self) -> Result<String> {
+        library()
+    }
+
+    /// Returns the thread level that MPI has granted.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised.
+    pub fn thread_level(&self) -> Result<ThreadLevel> {
+        thread_level()
+    }
+
+    /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
+    /// blocks are staged.
+    pub fn gpu_awareness(&self, runtime: GpuRuntime) -> GpuAwareness {
+        GpuAwareness::of_runtime(runtime)
+    }
+
+    /// Ends the job on all ranks with this status.
+    pub fn abort(&self, status: i32) -> ! {
+        abort_job(status)
+    }
+
+    /// Drops this without finalising MPI. For a rank that has lost another one: `MPI_Finalize`
+    /// would wait for it.
+    pub fn abandon(mut self) {
+        self.began = false;
+    }
+}
+
+impl Drop for Launch {
+    fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
+        if self.began && std::thread::panicking() {
+            abort_job(101);
+        }
+        if self.began {
+            finalize();
+        }
+    }
 }

@@ -6,15 +6,15 @@ use std::ops::Range;
 
 use annulus_core::{Channel, Host, HostBuffer, MessageHeader, Space, index};
 
-use crate::ring::block_parts;
+use crate::{message::MessageKey, ring::overlap};
 
 /// Kind of a message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageKind {
     /// Bytes of a block.
-    DataSend { context: u64, key: SendKey, step: usize },
-    /// Bytes of a block from `peer`.
-    DataReceive { context: u64, peer: usize, channel: Channel, tag: u64 },
+    DataSend { context: u64, key: MessageKey },
+    /// Bytes of a block that arrives.
+    DataReceive { context: u64, key: MessageKey },
     /// Frame number `number` from `peer`.
     FrameReceive { peer: usize, number: u64 },
     /// A frame to `peer` whose completion nothing depends on.
@@ -27,9 +27,8 @@ impl MessageKind {
     /// Returns the other end.
     pub(super) const fn peer(&self) -> usize {
         match self {
-            Self::DataSend { key, .. } => key.peer,
-            Self::DataReceive { peer, .. }
-            | Self::FrameReceive { peer, .. }
+            Self::DataSend { key, .. } | Self::DataReceive { key, .. } => key.peer,
+            Self::FrameReceive { peer, .. }
             | Self::FrameSend { peer }
             | Self::GatherParts { peer, .. } => *peer,
         }
@@ -43,25 +42,6 @@ impl MessageKind {
             | Self::GatherParts { context, .. } => Some(*context),
             Self::FrameReceive { .. } | Self::FrameSend { .. } => None,
         }
-    }
-}
-
-/// Receiver, channel and tag of a send.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct SendKey {
-    pub(super) peer: usize,
-    pub(super) channel: Channel,
-    pub(super) tag: u64,
-}
-
-impl SendKey {
-    pub(super) const fn of(header: &MessageHeader) -> Self {
-        Self { peer: header.peer, channel: header.channel, tag: header.tag }
-    }
-
-    /// Returns true if this message is to arrive before `other`.
-    pub(super) fn is_before(&self, other: &Self) -> bool {
-        (self.peer, self.channel) == (other.peer, other.channel) && self.tag < other.tag
     }
 }
 
@@ -93,18 +73,10 @@ pub(super) enum ReceiveStage {
     Arrived,
 }
 
-impl MpiReceive {
-    pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
-    }
-}
-
-/// The announcement of a message whose receive is not posted yet.
+/// The announcement of a message. Its sender is the peer of the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Announcement {
-    pub(super) peer: usize,
-    pub(super) channel: Channel,
-    pub(super) tag: u64,
+    pub(super) key: MessageKey,
     pub(super) step: usize,
     /// Bytes of the message.
     pub(super) bytes: u64,
@@ -116,12 +88,7 @@ pub(super) struct Announcement {
 
 impl Announcement {
     pub(super) fn is_for(&self, receive: &MpiReceive) -> bool {
-        receive.is_for(self.peer, self.channel, self.tag)
-    }
-
-    /// Returns true if both announce the same message.
-    pub(super) fn is_same(&self, other: &Self) -> bool {
-        (self.peer, self.channel, self.tag) == (other.peer, other.channel, other.tag)
+        MessageKey::of(&receive.header) == self.key
     }
 }
 
@@ -230,7 +197,7 @@ impl WireTags {
     pub(super) fn new(last_tag: u64, ranks: usize) -> Option<Self> {
         let available = (last_tag + 1) / CHANNELS;
         // tags in flight span two passes, each of up to two circulations; twice that to be safe
-        let needed = 8 * block_parts::tags(ranks);
+        let needed = 8 * overlap::tags(ranks);
         let window = needed.max(LEAST_WINDOW).min(available);
         let contexts = (available / window.max(1)).clamp(1, MOST_CONTEXTS + 1) - 1;
         (available >= needed).then(|| Self {
@@ -289,7 +256,7 @@ mod tests {
         {
             let tags = WireTags::new(last_tag, ranks).unwrap();
             let mut seen = BTreeSet::new();
-            let window = 8 * block_parts::tags(ranks);
+            let window = 8 * overlap::tags(ranks);
             let slots = tags.contexts;
             // contexts of distinct slots, around the end of a period of numbers
             let contexts = [0, slots / 2, slots.saturating_sub(1)].map(|number| number + 7);

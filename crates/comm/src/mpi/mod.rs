@@ -24,7 +24,7 @@
 //!     error.
 //! * Messages with the same receiver and channel are sent one after another. At the same time they
 //!   would share the bandwidth, and all parts of a block would arrive at the end.
-//! * An all-gather consists of messages, O(log ranks) per rank (`all_gather.rs`), never of an MPI
+//! * An all-gather consists of messages, O(log ranks) per rank (`circulant.rs`), never of an MPI
 //!   collective: a collective that a dead rank has not joined cannot be cancelled.
 //! * Only [`Transport::progress`](annulus_core::Transport::progress) waits. It polls, first without
 //!   a pause, then less and less often, down to once per millisecond. So where ranks outnumber
@@ -129,19 +129,15 @@
 //! A process that is killed sends no last frame, and most MPIs do not report it: bound the waits
 //! with a [`Deadline`](crate::Deadline).
 
-mod all_gather;
 mod circulant;
 mod communicator;
 mod context;
 mod control;
 #[cfg(feature = "cuda")]
 mod device;
-mod drop;
 mod endpoint;
 mod ffi;
 mod frame;
-mod gpu_awareness;
-mod launch;
 mod lifetime;
 mod messages;
 mod nodes;
@@ -158,8 +154,8 @@ use annulus_core::{Error, Result};
 pub use self::device::DeviceMpi;
 pub use self::{
     communicator::Timeout,
-    gpu_awareness::{GpuAwareness, GpuRuntime},
-    launch::Launch,
+    ffi::{GpuAwareness, GpuRuntime},
+    lifetime::Launch,
     lifetime::ThreadLevel,
     nodes::FirstRanks,
     nodes::{NodeMap, RankLocation},
@@ -382,7 +378,7 @@ impl Mpi {
             ranks: endpoint.ranks,
             nodes: Arc::clone(&endpoint.nodes),
             posts_ahead: endpoint.context(context).posts_ahead,
-            watched: endpoint.peers.staying().to_vec(),
+            watched: endpoint.peers.staying.clone(),
             seen: endpoint.moves,
             shared: Arc::clone(shared),
         })
@@ -409,7 +405,7 @@ impl Mpi {
 
     /// Returns the highest tag that MPI can send (`MPI_TAG_UB`), which bounds the ranks of a ring.
     pub fn last_tag(&self) -> u64 {
-        self.shared.lock().data.as_ref().map_or(0, MpiCommunicator::last_tag)
+        self.shared.lock().data.as_ref().map_or(0, |data| data.last_tag)
     }
 
     /// Returns true if any thread may use this endpoint: if MPI grants `MPI_THREAD_MULTIPLE`.

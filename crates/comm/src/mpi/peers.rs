@@ -3,7 +3,6 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    ops::{Index, IndexMut},
     time::{Duration, Instant},
 };
 
@@ -63,15 +62,15 @@ impl Peer {
 
 /// State of all ranks of a ring.
 pub(super) struct Peers {
-    all: Vec<Peer>,
+    pub(super) all: Vec<Peer>,
     /// Neighbours of this rank (`circulant.rs`), ascending.
-    neighbours: Vec<usize>,
+    pub(super) neighbours: Vec<usize>,
     /// Neighbours that have not left the endpoint, ascending.
-    staying: Vec<usize>,
+    pub(super) staying: Vec<usize>,
     /// Neighbours that have, with the times of their last frames.
-    left: BTreeMap<usize, Instant>,
+    pub(super) left: BTreeMap<usize, Instant>,
     /// True if one of them left after a failure.
-    has_failed_neighbour: bool,
+    pub(super) has_failed_neighbour: bool,
     /// Clock of [`GRACE`]; it runs once a rank has left.
     grace: ObservedClock,
 }
@@ -103,11 +102,6 @@ impl Peers {
         }
     }
 
-    /// Returns the neighbours that have left the endpoint, with the times of their last frames.
-    pub(super) const fn left(&self) -> &BTreeMap<usize, Instant> {
-        &self.left
-    }
-
     /// Polls the clock of [`GRACE`].
     pub(super) fn poll_grace(&mut self, now: Instant) {
         self.grace.poll(now);
@@ -116,35 +110,6 @@ impl Peers {
     /// Returns true if messages in flight have had [`GRACE`] to complete since `at`.
     pub(super) fn is_overdue(&self, at: Instant, now: Instant) -> bool {
         self.grace.elapsed(at, now) >= GRACE
-    }
-
-    /// Returns the neighbours of this rank, ascending.
-    pub(super) fn neighbours(&self) -> &[usize] {
-        &self.neighbours
-    }
-
-    /// Returns the neighbours that have not left the endpoint, ascending.
-    pub(super) fn staying(&self) -> &[usize] {
-        &self.staying
-    }
-
-    /// Returns true if a neighbour left after a failure.
-    pub(super) const fn has_failed_neighbour(&self) -> bool {
-        self.has_failed_neighbour
-    }
-}
-
-impl Index<usize> for Peers {
-    type Output = Peer;
-
-    fn index(&self, peer: usize) -> &Peer {
-        &self.all[peer]
-    }
-}
-
-impl IndexMut<usize> for Peers {
-    fn index_mut(&mut self, peer: usize) -> &mut Peer {
-        &mut self.all[peer]
     }
 }
 
@@ -262,17 +227,17 @@ mod tests {
     fn a_neighbour_that_leaves_does_so_once() {
         let now = Instant::now();
         let mut peers = Peers::new(0, 9, now);
-        assert_eq!(peers.staying(), [1, 2, 4, 5, 7, 8]);
+        assert_eq!(peers.staying, [1, 2, 4, 5, 7, 8]);
         // no neighbour
         peers.leave(3, now, true);
         peers.leave(4, now, false);
-        assert!(!peers.has_failed_neighbour());
+        assert!(!peers.has_failed_neighbour);
         peers.leave(1, now, true);
         peers.leave(4, now + GRACE, true);
-        assert!(peers.has_failed_neighbour());
-        assert_eq!(peers.staying(), [2, 5, 7, 8]);
-        assert_eq!(peers.left(), &BTreeMap::from([(1, now), (4, now)]));
-        assert_eq!(peers.neighbours(), [1, 2, 4, 5, 7, 8]);
+        assert!(peers.has_failed_neighbour);
+        assert_eq!(peers.staying, [2, 5, 7, 8]);
+        assert_eq!(peers.left, BTreeMap::from([(1, now), (4, now)]));
+        assert_eq!(peers.neighbours, [1, 2, 4, 5, 7, 8]);
     }
 
     #[test]

@@ -6,19 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Channel, Error, MessageHeader, Result};
+use annulus_core::{Error, Result};
 
 use super::{
     endpoint::{MpiEndpoint, SharedEndpoint},
-    ffi::PeerStep,
+    ffi::{MpiError, PeerStep},
     frame::{ControlFrame, Leaving},
-    messages::MessageBuffer,
-    messages::{Announcement, MessageKind, MpiReceive, ReceiveStage},
+    messages::{Announcement, MessageBuffer, MessageKind, MpiReceive, ReceiveStage},
     peers::Departure,
-    requests::{Completed, MessageError},
+    requests::Completed,
     transfers::WireForm,
 };
-use crate::ranges;
+use crate::message::{self, MessageKey};
 
 /// Time after the last progress for which a wait only yields the core between two polls: several
 /// times the latency of a short message, which a pause would prolong.
@@ -137,9 +136,9 @@ impl MpiEndpoint {
     fn start_frame_receive(&mut self) -> Result<bool> {
         let Some(control) = &self.control else { return Ok(false) };
         let kind =
-            |peer: usize| MessageKind::FrameReceive { peer, number: self.peers[peer].matched };
+            |peer: usize| MessageKind::FrameReceive { peer, number: self.peers.all[peer].matched };
         let Some(peer) = self.requests.receive_any(control, kind)? else { return Ok(false) };
-        self.peers[peer].matched += 1;
+        self.peers.all[peer].matched += 1;
         Ok(true)
     }
 
@@ -154,7 +153,7 @@ impl MpiEndpoint {
     }
 
     /// Accounts for a message that has completed, or that was lost with a rank that has left.
-    pub(super) fn deliver(&mut self, completed: Completed<MessageKind>) -> Result<()> {
+    pub(super) fn deliver(&mut self, completed: Completed) -> Result<()> {
         let Completed { kind, buffer, outcome } = completed;
         let peer = kind.peer();
         let context = kind.context().and_then(|context| self.contexts.get(&context));
@@ -162,9 +161,9 @@ impl MpiEndpoint {
         let delivered = outcome.is_ok();
         match outcome {
             Ok(()) => {}
-            Err(MessageError::Length) => {
+            Err(MpiError::Length) => {
                 let what = match kind {
-                    MessageKind::DataReceive { channel, tag, .. } => {
+                    MessageKind::DataReceive { key: MessageKey { channel, tag, .. }, .. } => {
                         format!("message {channel:?} {tag} has another length than its receive")
                     }
                     _ => "a control message has another length than MPI has reported".to_owned(),
@@ -172,21 +171,17 @@ impl MpiEndpoint {
                 return Err(Error::Comm { peer, step, what });
             }
             // a rank that has left needs no more frames
-            Err(MessageError::Mpi(_)) if self.needs_no_frames(&kind) => {}
-            Err(MessageError::Mpi(error)) => {
-                return Err(error.into_error(PeerStep { peer, step }));
-            }
+            Err(_) if self.needs_no_frames(&kind) => {}
+            Err(error) => return Err(error.into_error(PeerStep { peer, step })),
         }
         match kind {
-            MessageKind::DataSend { context, key, step } => {
-                return self.finish_send(context, key, step);
-            }
-            MessageKind::DataReceive { context, channel, tag, .. } => {
-                return self.finish_receive(context, (peer, channel, tag), buffer);
+            MessageKind::DataSend { context, key } => return self.finish_send(context, key),
+            MessageKind::DataReceive { context, key } => {
+                return self.finish_receive(context, key, buffer);
             }
             MessageKind::FrameReceive { number, .. } if delivered => {
                 let frame = buffer.into_host().map(|frame| (number, frame));
-                self.peers[peer].out_of_order.extend(frame);
+                self.peers.all[peer].out_of_order.extend(frame);
                 return self.process_frames(peer);
             }
             MessageKind::FrameReceive { .. } | MessageKind::FrameSend { .. } => {}
@@ -209,14 +204,14 @@ impl MpiEndpoint {
         };
         let is_data =
             matches!(kind, MessageKind::DataSend { .. } | MessageKind::DataReceive { .. });
-        !is_data && (self.peers.left().contains_key(&peer) || has_left())
+        !is_data && (self.peers.left.contains_key(&peer) || has_left())
     }
 
     /// Ends a posted receive, whose bytes have arrived in `arrived`.
     fn finish_receive(
         &mut self,
         context: u64,
-        (peer, channel, tag): (usize, Channel, u64),
+        key: MessageKey,
         arrived: MessageBuffer,
     ) -> Result<()> {
         // not by `self.context`, which would borrow the stock of staging buffers too
@@ -226,9 +221,9 @@ impl MpiEndpoint {
             return Ok(());
         };
         let step = context.step;
-        let receives = &mut context.receives;
-        let Some(receive) = receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag))
-        else {
+        let MessageKey { peer, channel, tag } = key;
+        let mut receives = context.receives.iter_mut();
+        let Some(receive) = receives.find(|receive| MessageKey::of(&receive.header) == key) else {
             let what = format!("message {channel:?} {tag} without a receive");
             return Err(Error::Comm { peer, step, what });
         };
@@ -239,7 +234,7 @@ impl MpiEndpoint {
                 if let Some(into) = into.bytes_mut() {
                     let from = 0..receive.header.bytes();
                     let from = std::slice::from_ref(&from);
-                    ranges::copy(staged.bytes(), from, into, &receive.header.ranges);
+                    message::copy(staged.bytes(), from, into, &receive.header.ranges);
                 }
                 self.staging.give(staged);
             }
@@ -247,7 +242,7 @@ impl MpiEndpoint {
             receive.buffer = Some(arrived);
         }
         receive.stage = ReceiveStage::Arrived;
-        self.peers[peer].hear();
+        self.peers.all[peer].hear();
         self.work.work(Instant::now());
         Ok(())
     }
@@ -255,11 +250,11 @@ impl MpiEndpoint {
     /// Processes the frames of `peer` that have arrived, in the order in which it sent them.
     fn process_frames(&mut self, peer: usize) -> Result<()> {
         while let Some(buffer) = {
-            let next = self.peers[peer].processed;
-            self.peers[peer].out_of_order.remove(&next)
+            let next = self.peers.all[peer].processed;
+            self.peers.all[peer].out_of_order.remove(&next)
         } {
-            self.peers[peer].processed += 1;
-            self.peers[peer].hear();
+            self.peers.all[peer].processed += 1;
+            self.peers.all[peer].hear();
             self.process_frame(peer, ControlFrame::decode(buffer.bytes(), peer)?)?;
         }
         Ok(())
@@ -276,10 +271,8 @@ impl MpiEndpoint {
                 self.has_unmatched = true;
             }
             ControlFrame::GatherParts { context, .. } if self.has_dropped(context) => {}
-            ControlFrame::Announce { context, channel, tag, step, bytes, piece, number } => {
-                let step = usize::try_from(step).unwrap_or(usize::MAX);
-                let announcement = Announcement { peer, channel, tag, step, bytes, piece, number };
-                return self.match_announcement(context, announcement);
+            ControlFrame::Announce { context, message } => {
+                return self.match_announcement(context, message);
             }
             ControlFrame::GatherParts { context, round, parts } => {
                 for run in parts {
@@ -367,7 +360,7 @@ impl MpiEndpoint {
             context.departures = departures;
         }
         for frame in frames {
-            self.send_to_each(self.peers.staying().to_vec(), &frame)?;
+            self.send_to_each(self.peers.staying.clone(), &frame)?;
         }
         Ok(())
     }
@@ -377,24 +370,24 @@ impl MpiEndpoint {
     /// # Errors
     /// [`Error::Comm`] if the message is a duplicate or has another length than its receive.
     fn match_announcement(&mut self, context: u64, announcement: Announcement) -> Result<()> {
-        let Announcement { peer, channel, tag, step, bytes, piece, number } = announcement;
+        let Announcement { key, step, bytes, piece, number } = announcement;
+        let MessageKey { peer, channel, tag } = key;
         let is_expected = |receive: &MpiReceive| {
             announcement.is_for(receive) && receive.stage == ReceiveStage::Posted
         };
         let own = self.context(context);
         if let Some(index) = own.receives.iter().position(is_expected) {
-            let MessageHeader { step, .. } = own.receives[index].header;
-            let want = own.receives[index].header.bytes();
+            let header = &own.receives[index].header;
+            let want = header.bytes();
             if bytes != want {
                 let what =
                     format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
-                return Err(Error::Comm { peer, step, what });
+                return Err(Error::Comm { peer, step: header.step, what });
             }
             let tag = self.tags.announced(number, channel);
             return self.begin_receive(context, index, WireForm { tag, piece });
         }
-        let is_late = own.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-        if is_late || own.early.iter().any(|early| early.is_same(&announcement)) {
+        if own.last_tags.has_passed(key) || own.early.iter().any(|early| early.key == key) {
             let what = format!("duplicate message {channel:?} {tag}");
             return Err(Error::Comm { peer, step, what });
         }
@@ -406,7 +399,7 @@ impl MpiEndpoint {
     pub(super) fn match_early(&mut self, number: u64) -> Result<()> {
         let context = self.context(number);
         let mut early = std::mem::take(&mut context.early);
-        early.sort_by_key(|early| early.tag);
+        early.sort_by_key(|early| early.key.tag);
         let is_posted =
             |early: &Announcement| context.receives.iter().any(|receive| early.is_for(receive));
         let (matched, rest): (Vec<_>, Vec<_>) = early.into_iter().partition(is_posted);
@@ -417,18 +410,15 @@ impl MpiEndpoint {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::HostBuffer;
+    use annulus_core::{Channel, HostBuffer};
 
-    use super::{
-        super::{ffi::MpiError, frame::PartRun, messages::SendKey},
-        *,
-    };
+    use super::{super::frame::PartRun, *};
 
-    fn lost(kind: MessageKind) -> Completed<MessageKind> {
+    fn lost(kind: MessageKind) -> Completed {
         Completed {
             kind,
             buffer: MessageBuffer::Host(HostBuffer::zeroed(0).unwrap()),
-            outcome: Err(MessageError::Mpi(MpiError::PeerLost)),
+            outcome: Err(MpiError::PeerLost),
         }
     }
 
@@ -461,11 +451,11 @@ mod tests {
         let mut rank = gathering();
         rank.leave_endpoint(1, Instant::now(), false);
         assert_eq!(rank.deliver(lost(MessageKind::FrameReceive { peer: 1, number: 0 })), Ok(()));
-        assert_eq!((rank.peers[1].out_of_order.len(), rank.peers[1].processed), (0, 0));
+        assert_eq!((rank.peers.all[1].out_of_order.len(), rank.peers.all[1].processed), (0, 0));
         // a lost block is an error
-        let key = SendKey { peer: 1, channel: Channel::Kv, tag: 3 };
-        rank.context(0).begin_send(key, 5);
-        let error = rank.deliver(lost(MessageKind::DataSend { context: 0, key, step: 5 }));
+        let key = MessageKey { peer: 1, channel: Channel::Kv, tag: 3 };
+        rank.context(0).sends.push((key, 5));
+        let error = rank.deliver(lost(MessageKind::DataSend { context: 0, key }));
         assert_eq!(error, Err(Error::PeerLost { peer: 1, step: 0 }));
     }
 
@@ -475,15 +465,9 @@ mod tests {
         let run = PartRun { first: 1, ranks: 1, bytes: [5].into() };
         let parts =
             |context| ControlFrame::GatherParts { context, round: 2, parts: vec![run.clone()] };
-        let announce = |context| ControlFrame::Announce {
-            context,
-            channel: Channel::Kv,
-            tag: 1,
-            step: 0,
-            bytes: 8,
-            piece: 8,
-            number: 0,
-        };
+        let key = MessageKey { peer: 1, channel: Channel::Kv, tag: 1 };
+        let message = Announcement { key, step: 0, bytes: 8, piece: 8, number: 0 };
+        let announce = |context| ControlFrame::Announce { context, message };
         // rank 1 has created context 1, this rank has not
         assert_eq!(rank.process_frame(1, parts(1)), Ok(()));
         assert_eq!(rank.process_frame(1, announce(1)), Ok(()));

@@ -29,21 +29,12 @@ use annulus_mpi::ffi;
 use super::{
     communicator::MpiCommunicator,
     ffi::{MpiError, PeerStep, check, count, is_error_in_status},
-    messages::MessageBuffer,
+    messages::{MessageBuffer, MessageKind},
 };
 
 /// Longest piece of a message, in bytes. MPI 3 counts in C ints, and 2³⁰ is the largest power of
 /// two among them.
 pub(super) const LONGEST_PIECE: u64 = 1 << 30;
-
-/// Time at which a send completes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
-    /// When the buffer may be reused (`MPI_Isend`).
-    Standard,
-    /// When, in addition, the receive has started (`MPI_Issend`).
-    Synchronous,
-}
 
 /// Envelope of a message.
 #[derive(Debug, Clone, Copy)]
@@ -56,29 +47,20 @@ pub(super) struct Address {
     pub(super) piece: u64,
 }
 
-struct InFlightRequests<K> {
-    kind: K,
+struct InFlightRequests {
+    kind: MessageKind,
     buffer: MessageBuffer,
     /// Requests that are not complete.
     incomplete: usize,
     /// First failure of one of them.
-    outcome: Result<(), MessageError>,
-}
-
-/// Failure of a message.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum MessageError {
-    /// Its length differs from that of its receive.
-    Length,
-    /// MPI reported an error.
-    Mpi(MpiError),
+    outcome: Result<(), MpiError>,
 }
 
 /// A message that has completed.
-pub(super) struct Completed<K> {
-    pub(super) kind: K,
+pub(super) struct Completed {
+    pub(super) kind: MessageKind,
     pub(super) buffer: MessageBuffer,
-    pub(super) outcome: Result<(), MessageError>,
+    pub(super) outcome: Result<(), MpiError>,
 }
 
 /// Message of a request.
@@ -89,12 +71,13 @@ struct RequestOwner {
     want: Option<c_int>,
 }
 
-/// Messages in flight. The caller's `K` identifies a message when it completes.
-pub(super) struct Requests<K> {
+/// Messages in flight.
+#[derive(Default)]
+pub(super) struct Requests {
     requests: Vec<ffi::MPI_Request>,
     /// The owner of each request.
     owners: Vec<RequestOwner>,
-    messages: HashMap<u64, InFlightRequests<K>>,
+    messages: HashMap<u64, InFlightRequests>,
     /// Number of the message that was added last.
     last: u64,
     /// Output of `MPI_Testsome`, reused by every call.
@@ -104,22 +87,11 @@ pub(super) struct Requests<K> {
 
 // SAFETY: requests are numbers or pointers to memory of MPI's, which belongs to no thread; that the
 // thread may call MPI is checked by `Communicator::enter` (rule 2). The buffers are `Send`.
-unsafe impl<K: Send> Send for Requests<K> {}
+unsafe impl Send for Requests {}
 
-impl<K> Requests<K> {
-    pub(super) fn new() -> Self {
-        Self {
-            requests: Vec::new(),
-            owners: Vec::new(),
-            messages: HashMap::new(),
-            last: 0,
-            indices: Vec::new(),
-            statuses: Vec::new(),
-        }
-    }
-
+impl Requests {
     /// Iterates over the kinds of all messages in flight.
-    pub(super) fn kinds(&self) -> impl Iterator<Item = &K> {
+    pub(super) fn kinds(&self) -> impl Iterator<Item = &MessageKind> {
         self.messages.values().map(|message| &message.kind)
     }
 
@@ -127,15 +99,17 @@ impl<K> Requests<K> {
         self.messages.is_empty()
     }
 
-    /// Starts sending the bytes `range` of `buffer`. The caller has entered `communicator`.
+    /// Starts sending the bytes `range` of `buffer`. The send completes when the buffer may be
+    /// reused and, if it is `synchronous`, the receive has started. The caller has entered
+    /// `communicator`.
     pub(super) fn send(
         &mut self,
         communicator: &MpiCommunicator,
-        mode: Mode,
+        synchronous: bool,
         to: Address,
         buffer: MessageBuffer,
         range: Range<u64>,
-        kind: K,
+        kind: MessageKind,
     ) -> Result<()> {
         let Some(start) = buffer.start(&range) else {
             return Err(Error::Comm {
@@ -149,10 +123,7 @@ impl<K> Requests<K> {
             .collect();
         let number = self.begin(kind, buffer, pieces.len());
         for (start, length) in pieces {
-            let start_send = match mode {
-                Mode::Standard => ffi::MPI_Isend,
-                Mode::Synchronous => ffi::MPI_Issend,
-            };
+            let start_send = if synchronous { ffi::MPI_Issend } else { ffi::MPI_Isend };
             let [peer, tag] = envelope(to)?;
             let at = PeerStep { peer: to.peer, step: to.step };
             // SAFETY: rules 1 and 2 (the caller has entered); `length` bytes from `start` lie in
@@ -182,7 +153,7 @@ impl<K> Requests<K> {
         from: Address,
         mut buffer: MessageBuffer,
         range: Range<u64>,
-        kind: K,
+        kind: MessageKind,
     ) -> Result<()> {
         // one pointer for all pieces: a further mutable reference would invalidate it
         let Some(start) = buffer.start_mut(&range) else {
@@ -222,7 +193,7 @@ impl<K> Requests<K> {
     pub(super) fn receive_any(
         &mut self,
         communicator: &MpiCommunicator,
-        kind: impl FnOnce(usize) -> K,
+        kind: impl FnOnce(usize) -> MessageKind,
     ) -> Result<Option<usize>> {
         let mut found = 0;
         // SAFETY: a status is made of integers, for which zero is a value; MPI overwrites it
@@ -240,7 +211,7 @@ impl<K> Requests<K> {
                 &raw mut status,
             )
         };
-        check(code, PeerStep::of(communicator.rank()))?;
+        check(code, PeerStep::of(communicator.rank))?;
         if found == 0 {
             return Ok(None);
         }
@@ -262,7 +233,7 @@ impl<K> Requests<K> {
 
     /// Advances MPI and returns the messages that have completed. `at` is reported with an error
     /// that concerns no single message. The caller has entered the communicators of all messages.
-    pub(super) fn test(&mut self, at: PeerStep) -> Result<Vec<Completed<K>>> {
+    pub(super) fn test(&mut self, at: PeerStep) -> Result<Vec<Completed>> {
         if self.requests.is_empty() {
             return Ok(Vec::new());
         }
@@ -308,7 +279,10 @@ impl<K> Requests<K> {
     /// Cancels the receives of the messages that `is_unwanted` selects. Those whose messages have
     /// not begun to arrive complete within the next tests, and so give back their buffers. The
     /// caller has entered the communicators of all messages.
-    pub(super) fn cancel_receives(&mut self, is_unwanted: impl Fn(&K) -> bool) -> Result<()> {
+    pub(super) fn cancel_receives(
+        &mut self,
+        is_unwanted: impl Fn(&MessageKind) -> bool,
+    ) -> Result<()> {
         for (request, owner) in self.requests.iter_mut().zip(&self.owners) {
             let is_receive = owner.want.is_some();
             let message = self.messages.get(&owner.message);
@@ -323,7 +297,7 @@ impl<K> Requests<K> {
     }
 
     /// Removes requests that are complete. Returns the messages without any other request.
-    fn remove(&mut self, mut complete: Vec<usize>) -> Vec<Completed<K>> {
+    fn remove(&mut self, mut complete: Vec<usize>) -> Vec<Completed> {
         // descending, because `swap_remove` moves only requests with higher indices
         complete.sort_unstable_by(|a, b| b.cmp(a));
         let mut completed = Vec::new();
@@ -341,7 +315,7 @@ impl<K> Requests<K> {
     }
 
     /// Adds a message of `requests` requests, before they start (invariant A). Returns its number.
-    fn begin(&mut self, kind: K, buffer: MessageBuffer, requests: usize) -> u64 {
+    fn begin(&mut self, kind: MessageKind, buffer: MessageBuffer, requests: usize) -> u64 {
         self.last += 1;
         let message = InFlightRequests { kind, buffer, incomplete: requests, outcome: Ok(()) };
         self.messages.insert(self.last, message);
@@ -364,7 +338,7 @@ impl<K> Requests<K> {
     }
 }
 
-impl<K> Drop for Requests<K> {
+impl Drop for Requests {
     fn drop(&mut self) {
         // leaked, because MPI may still read and write them
         self.messages.drain().for_each(|(_, message)| mem::forget(message.buffer));
@@ -376,15 +350,12 @@ fn outcome(
     code: c_int,
     status: &ffi::MPI_Status,
     want: Option<c_int>,
-) -> Result<Result<(), MessageError>> {
-    Ok(match MpiError::check(code) {
-        Err(MpiError::Truncated) => Err(MessageError::Length),
-        Err(error) => Err(MessageError::Mpi(error)),
-        Ok(()) => match want {
-            Some(want) if received(status)? != want => Err(MessageError::Length),
-            _ => Ok(()),
-        },
-    })
+) -> Result<Result<(), MpiError>> {
+    let outcome = MpiError::check(code);
+    match want {
+        Some(want) if outcome.is_ok() && received(status)? != want => Ok(Err(MpiError::Length)),
+        _ => Ok(outcome),
+    }
 }
 
 /// Divides a message into pieces, at least one.

@@ -2,23 +2,17 @@
 
 use std::{ops::Range, time::Instant};
 
-use annulus_core::{Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space};
+use annulus_core::{Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space};
 
 use super::{
     endpoint::MpiEndpoint,
     frame::ControlFrame,
-    messages::MessageBuffer,
-    messages::{MessageKind, MpiReceive, QueuedSend, ReceiveStage, SendKey},
-    requests::{Address, Mode},
+    messages::{Announcement, MessageBuffer, MessageKind, MpiReceive, QueuedSend, ReceiveStage},
+    requests::Address,
 };
-use crate::ranges;
+use crate::message::{self, MessageKey, ReceiveRequest, not_posted};
 
 impl MpiEndpoint {
-    /// Completion mode of this endpoint's sends.
-    pub(super) const fn mode(&self) -> Mode {
-        if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
-    }
-
     /// Returns tag and pieces of a message that is received ahead.
     fn form_ahead(&self, context: u64, header: &MessageHeader) -> WireForm {
         let tag = self.tags.ahead(context, header, header.bytes());
@@ -31,24 +25,15 @@ impl MpiEndpoint {
         header.agreed.is_some() && self.context(context).posts_ahead
     }
 
-    /// Checks the receives of a group, sorted by peer, channel and tag.
+    /// Checks the receives of a group, sorted by their keys.
     pub(super) fn check_receives<'a>(
         &mut self,
         context: u64,
         receives: impl Iterator<Item = ReceiveRequest<'a>>,
     ) -> Result<()> {
-        let mut previous = None;
-        for receive in receives {
-            let key = (receive.header.peer, receive.header.channel);
-            let last = previous
-                .filter(|&(of, _)| of == key)
-                .map(|(_, tag)| tag)
-                .or_else(|| self.context(context).last_tags.get(&key).copied());
-            let checked = receive.check(self.ranks, last);
-            checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, receive.header.tag));
-        }
-        Ok(())
+        let ranks = self.ranks;
+        let checked = self.context(context).last_tags.check(ranks, receives);
+        checked.inspect_err(|error| self.fail(error))
     }
 
     /// Starts the receive at `index`. Its message was announced with the right length, or all ranks
@@ -74,8 +59,7 @@ impl MpiEndpoint {
             }
         };
         self.context(context).receives[index].stage = stage;
-        let MessageHeader { peer, channel, tag, .. } = header;
-        let kind = MessageKind::DataReceive { context, peer, channel, tag };
+        let kind = MessageKind::DataReceive { context, key: MessageKey::of(&header) };
         if let (Some(data), Some(into)) = (&self.data, into) {
             self.requests.receive(data, address, into, range, kind)?;
         }
@@ -109,7 +93,7 @@ impl MpiEndpoint {
         let context = self.context(number);
         context.step = header.step;
         context.bytes_sent += header.bytes();
-        context.begin_send(SendKey::of(header), header.step);
+        context.sends.push((MessageKey::of(header), header.step));
         context.queued.push_back(QueuedSend { header: header.clone(), from, range });
         self.start_queued(number)
     }
@@ -118,8 +102,8 @@ impl MpiEndpoint {
     fn start_queued(&mut self, number: u64) -> Result<()> {
         let context = self.context(number);
         let is_first = |queued: &QueuedSend| {
-            let key = SendKey::of(&queued.header);
-            !context.sends.iter().any(|send| send.is_before(&key))
+            let key = MessageKey::of(&queued.header);
+            !context.sends.iter().any(|(send, _)| send.is_before(&key))
         };
         let queued = &context.queued;
         let first: Vec<usize> =
@@ -145,35 +129,28 @@ impl MpiEndpoint {
             let number = self.announced;
             self.announced += 1;
             let piece = self.settings.piece_bytes;
-            let announcement = ControlFrame::Announce {
-                context,
-                channel: header.channel,
-                tag: header.tag,
-                step: header.step as u64,
-                bytes: header.bytes(),
-                piece,
-                number,
-            };
+            let (key, step) = (MessageKey::of(&header), header.step);
+            let message = Announcement { key, step, bytes: header.bytes(), piece, number };
+            let frame = ControlFrame::Announce { context, message }.encode()?;
             let kind = MessageKind::FrameSend { peer: header.peer };
-            self.send_frame(header.peer, &announcement.encode()?, kind)?;
+            self.send_frame(self.settings.synchronous, header.peer, &frame, kind)?;
             WireForm { tag: self.tags.announced(number, header.channel), piece }
         };
         self.enter()?;
-        let mode = self.mode();
+        let synchronous = self.settings.synchronous;
         let address = form.address(&header);
-        let key = SendKey::of(&header);
-        let kind = MessageKind::DataSend { context, key, step: header.step };
+        let kind = MessageKind::DataSend { context, key: MessageKey::of(&header) };
         if let Some(data) = &self.data {
-            self.requests.send(data, mode, address, from, range, kind)?;
+            self.requests.send(data, synchronous, address, from, range, kind)?;
         }
         Ok(())
     }
 
     /// Accounts for a send that has completed, and starts the one that follows it. With its last
     /// send a context ends that was dropped.
-    pub(super) fn finish_send(&mut self, number: u64, key: SendKey, step: usize) -> Result<()> {
+    pub(super) fn finish_send(&mut self, number: u64, key: MessageKey) -> Result<()> {
         let context = self.context(number);
-        context.end_send(key, step);
+        context.end_send(key);
         if !context.queued.is_empty() {
             return self.start_queued(number);
         }
@@ -187,7 +164,7 @@ impl MpiEndpoint {
     fn pack(&mut self, buffer: &HostBuffer, from: &[Range<u64>], bytes: u64) -> Result<HostBuffer> {
         let mut staged = self.staging.take(bytes)?;
         if let Some(into) = staged.bytes_mut() {
-            ranges::copy(buffer.bytes(), from, into, std::slice::from_ref(&(0..bytes)));
+            message::copy(buffer.bytes(), from, into, std::slice::from_ref(&(0..bytes)));
         }
         self.staging.lend(staged.clone());
         Ok(staged)
@@ -201,14 +178,9 @@ impl MpiEndpoint {
     ) -> Result<Option<MessageBuffer>> {
         self.check_alive()?;
         let receives = &mut self.context(context).receives;
-        let Some(index) = receives
-            .iter()
-            .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
-        else {
-            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-            let want = "a receive that was posted and not yet taken";
-            return Err(Error::invalid("header", got, want));
-        };
+        let key = MessageKey::of(header);
+        let is_it = |receive: &MpiReceive| MessageKey::of(&receive.header) == key;
+        let index = receives.iter().position(is_it).ok_or_else(|| not_posted(header))?;
         if receives[index].stage != ReceiveStage::Arrived {
             return Ok(None);
         }
@@ -225,12 +197,10 @@ impl MpiEndpoint {
         self.check_alive()?;
         self.enter()?;
         for send in sends {
-            ranges::check(&send.header, self.ranks, Host::size(send.buffer))?;
+            message::check(&send.header, self.ranks, Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
-        });
+        receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
         let requests = receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
             header,
             size: Host::size(buffer),
@@ -256,7 +226,7 @@ impl MpiEndpoint {
             let ahead = self.is_ahead(number, &header).then(|| self.form_ahead(number, &header));
             let context = self.context(number);
             context.step = header.step;
-            context.last_tags.insert((header.peer, header.channel), header.tag);
+            context.last_tags.post(&header);
             let buffer = Some(buffer);
             context.receives.push(MpiReceive { header, buffer, stage: ReceiveStage::Posted });
             let last = context.receives.len() - 1;
@@ -282,40 +252,6 @@ impl WireForm {
     const fn address(self, header: &MessageHeader) -> Address {
         let Self { tag, piece } = self;
         Address { peer: header.peer, tag, step: header.step, piece }
-    }
-}
-
-/// A receive that is to be posted.
-pub(super) struct ReceiveRequest<'a> {
-    pub(super) header: &'a MessageHeader,
-    /// Bytes of its buffer.
-    pub(super) size: u64,
-    /// True if its buffer has another owner.
-    pub(super) is_shared: bool,
-}
-
-impl ReceiveRequest<'_> {
-    /// Checks this receive; `last` is the tag of the previous one from its peer on its channel.
-    fn check(&self, ranks: usize, last: Option<u64>) -> Result<()> {
-        let &MessageHeader { peer, step, channel, tag, .. } = self.header;
-        ranges::check(self.header, ranks, self.size)?;
-        if last.is_some_and(|last| tag <= last) {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!(
-                    "receive {channel:?} {tag} posted after a tag as high: tags only grow"
-                ),
-            });
-        }
-        if self.is_shared {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!("the buffer of receive {channel:?} {tag} is in use"),
-            });
-        }
-        Ok(())
     }
 }
 

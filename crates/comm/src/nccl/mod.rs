@@ -14,7 +14,7 @@
 //! differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
-//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
+//! (`ring/overlap.rs`) are groups of their own, and computing on one part overlaps receiving
 //! the next.
 //!
 //! # Errors
@@ -53,9 +53,8 @@ use self::{
 use crate::{
     cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
-    ranges,
+    message::{self, MessageKey, not_posted, take_ready},
     staged::DeviceHeartbeat,
-    staged::is_same_message,
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
@@ -190,7 +189,7 @@ impl<T: Transport<Host>> Nccl<T> {
         }
     }
 
-    fn check_alive(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
@@ -245,23 +244,9 @@ impl<T: Transport<Host>> Nccl<T> {
             self.entering =
                 Some(group.hand_over(&self.communicator, &self.stream, &mut self.staging)?);
         }
-        let mut index = 0;
-        while let Some(kernel) = self.kernels.get(index) {
-            if kernel.passed_in_time()? {
-                self.kernels.swap_remove(index);
-            } else {
-                index += 1;
-            }
-        }
-        let mut index = 0;
-        while let Some(in_flight) = self.in_flight.get_mut(index) {
-            match in_flight.take_completed()? {
-                Some(arrived) => {
-                    self.arrived.extend(arrived);
-                    self.in_flight.remove(index);
-                }
-                None => index += 1,
-            }
+        take_ready(&mut self.kernels, |kernel| Ok(kernel.passed_in_time()?.then_some(())))?;
+        for (_, arrived) in take_ready(&mut self.in_flight, GroupInFlight::take_completed)? {
+            self.arrived.extend(arrived);
         }
         Ok(())
     }
@@ -327,13 +312,13 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        self.check_alive()?;
+        self.check()?;
         let headers = sends
             .iter()
             .map(|send| (&send.header, send.buffer))
             .chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)));
         for (header, buffer) in headers {
-            ranges::check(header, self.inner.ranks(), buffer.len())?;
+            message::check(header, self.inner.ranks(), buffer.len())?;
             if header.peer == self.inner.rank() {
                 return Err(Error::invalid("header.peer", header.peer, "another rank"));
             }
@@ -346,7 +331,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn progress(&mut self, timeout: Duration) -> Result<()> {
-        self.check_alive()?;
+        self.check()?;
         let pumped = self.pump();
         self.remember(pumped)?;
         self.heartbeat.poll(!self.kernels.is_empty(), &mut self.inner);
@@ -358,8 +343,9 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, header);
+        self.check()?;
+        let key = MessageKey::of(header);
+        let same = |other: &MessageHeader| MessageKey::of(other) == key;
         if let Some(index) = self.arrived.iter().position(|(other, _)| same(other)) {
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -371,8 +357,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
+        Err(not_posted(header))
     }
 
     // by the host transport

@@ -92,16 +92,17 @@ pub(super) struct Blocks<'a, S: Space> {
 }
 
 impl<'a, S: Space> Blocks<'a, S> {
-    /// Starts with the local block, which is packed once `ready` has passed.
+    /// Starts with the local block, which `pack` writes. Returns the event after that.
     pub(super) fn new(
-        local: S::Buffer,
-        ready: S::Event,
         steps: &'a [RankStep],
         transfers: fn(&RankStep) -> &MessageGroup,
         pace: GroupPace,
         stock: &'a mut BlockStock<S>,
-    ) -> Self {
-        Self {
+        pack: impl FnOnce(&mut S::Buffer) -> Result<S::Event>,
+    ) -> Result<Self> {
+        let mut local = stock.take(stock.local())?;
+        let ready = pack(&mut local)?;
+        Ok(Self {
             steps,
             transfers,
             pace,
@@ -115,7 +116,7 @@ impl<'a, S: Space> Blocks<'a, S> {
             received_blocks: 0,
             sent: 0,
             unsent: 0,
-        }
+        })
     }
 
     /// Starts step `step`: waits for its block, or for the first part of it, and posts what can be

@@ -28,7 +28,7 @@ use annulus_core::{
 use annulus_plan::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 
 use super::{
-    block_parts::MAX_PARTS,
+    overlap::MAX_PARTS,
     plan::{Agreed, GroupPace, RingPlan},
     program::RankStep,
 };

@@ -3,31 +3,27 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
-//! | `one_pass.rs` | a step of the one-pass backward |
-//! | `final_gradients.rs` | gradients that arrive, and their reduction into the local dK/dV |
+//! | `one_pass.rs` | a step of the one-pass backward; gradients that arrive, and their reduction |
 //! | `blocks.rs` | receives ahead and forwarding of blocks |
 //! | `buffers.rs` | the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs` | from rows to the messages of one rank |
 //! | `planning.rs` | a plan or a new batch on all ranks; the proof that all lengths match |
-//! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
+//! | `overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `slices.rs` | the reduce-scatter of long sums |
 //! | `step_events.rs` | events for a caller that shows progress |
-//! | `check.rs`, `describe.rs` | arguments, before anything is sent; the plan as text |
+//! | `check.rs` | arguments, before anything is sent; what ranks compare; the plan as text |
 //!
 //! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
 //! ([`Transport`]).
 
-pub(crate) mod block_parts;
 mod blocks;
 mod buffers;
 pub(crate) mod check;
-pub(crate) mod describe;
-mod final_gradients;
 pub(crate) mod in_flight;
-mod leaf_owners;
 mod one_pass;
+pub(crate) mod overlap;
 mod plan;
 pub(crate) mod planning;
 pub(crate) mod program;
@@ -35,7 +31,6 @@ pub(crate) mod reduce;
 mod ring_loop;
 pub(crate) mod slices;
 pub(crate) mod step_events;
-mod tail_overlap;
 
 use std::{
     num::NonZeroUsize,
@@ -198,34 +193,11 @@ impl<B: Backend> Ring<B> {
         inputs: &Inputs<View<'_, B::Space>>,
         outputs: &mut Outputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_forward(inputs, outputs);
-        self.call(PassKind::Forward, checked, |ring| {
-            let first_tag = ring.take_tags();
-            ring.forward_loop(inputs, outputs, first_tag)
-        })
-    }
-
-    /// Computes out and lse within a call of another engine on all ranks. Returns the exposed
-    /// communication.
-    pub(crate) fn forward_within(
-        &mut self,
-        inputs: &Inputs<View<'_, B::Space>>,
-        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
-    ) -> Result<Duration> {
-        self.check_forward(inputs, outputs)?;
-        let first_tag = self.take_tags();
-        self.forward_loop(inputs, outputs, first_tag)
-    }
-
-    fn check_forward(
-        &self,
-        inputs: &Inputs<View<'_, B::Space>>,
-        outputs: &Outputs<ViewMut<'_, B::Space>>,
-    ) -> Result<()> {
         let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes
+        let checked = shapes
             .inputs(&inputs.as_ref().map(B::Space::describe))
-            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)))
+            .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)));
+        self.call(PassKind::Forward, checked, |ring| ring.forward_loop(inputs, outputs))
     }
 
     /// Computes the gradients of this rank's rows.
@@ -246,42 +218,24 @@ impl<B: Backend> Ring<B> {
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_backward(inputs, gradients);
+        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
+        let checked = if self.agreed.backward {
+            shapes
+                .backward_inputs(&inputs.as_ref().map(B::Space::describe))
+                .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
+        } else {
+            Err(check::forward_only())
+        };
         self.call(PassKind::Backward, checked, |ring| ring.compute_gradients(inputs, gradients))
     }
 
-    /// Computes the gradients within a call of another engine on all ranks. Returns the exposed
-    /// communication.
-    pub(crate) fn backward_within(
+    /// Computes the gradients within a call of all ranks. Returns the exposed communication.
+    pub(crate) fn compute_gradients(
         &mut self,
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
-        self.check_backward(inputs, gradients)?;
-        self.compute_gradients(inputs, gradients)
-    }
-
-    fn check_backward(
-        &self,
-        inputs: &BackwardInputs<View<'_, B::Space>>,
-        gradients: &Gradients<ViewMut<'_, B::Space>>,
-    ) -> Result<()> {
-        if !self.agreed.backward {
-            return Err(check::forward_only());
-        }
-        let shapes = check::Shapes::of(&self.shard).on(self.agreed.no_out_residual);
-        shapes
-            .backward_inputs(&inputs.as_ref().map(B::Space::describe))
-            .and_then(|()| shapes.gradients(&gradients.as_ref().map(B::Space::describe_mut)))
-    }
-
-    fn compute_gradients(
-        &mut self,
-        inputs: &BackwardInputs<View<'_, B::Space>>,
-        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
-    ) -> Result<Duration> {
-        let first_tag = self.take_tags();
-        let waited = self.backward_loop(inputs, gradients, first_tag)?;
+        let waited = self.backward_loop(inputs, gradients)?;
         Ok(waited + self.reduce_gradients(gradients)?)
     }
 
@@ -424,13 +378,13 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
-        let described = checked.map(|()| describe::call(name));
+        let described = checked.map(|()| check::call(name));
         self.calls.entries.enter(self.transport.as_mut(), &described).map(drop)
     }
 
     /// Takes the tags of a pass. A two-pass backward circulates two kinds of blocks.
-    const fn take_tags(&mut self) -> u64 {
-        self.calls.take_tags(2 * block_parts::tags(self.ranks))
+    pub(super) const fn take_tags(&mut self) -> u64 {
+        self.calls.take_tags(2 * overlap::tags(self.ranks))
     }
 }
 

@@ -1,7 +1,23 @@
 //! Parts of a step of the one-pass backward: tiles, reductions, and transfers of gradients.
 //!
-//! Every wait also moves blocks on and reduces final gradients (`final_gradients.rs`), because
-//! other ranks may wait for that.
+//! Every wait also moves blocks on and reduces final gradients, because other ranks may wait for
+//! that.
+//!
+//! # Final gradients
+//! They are reduced into the local dK/dV in the order of their steps, which fixes the bits, whenever the rank computes
+//! no tile: at the end of a step, and in every wait. No step waits for one. Its receive is posted
+//! once its place is free, the first ones at the start of the pass, so that a rank that is ahead
+//! need not wait for the owner of its keys.
+//!
+//! No rank waits forever. Of all ranks consider one in the earliest step. What it waits for was
+//! sent in earlier steps, or is a sum of an earlier step that it sends to an owner. That owner has
+//! places for the final gradients before it, all of which are of earlier steps and so have been
+//! sent; it reduces them, in whatever step it is, and posts the receive of this one.
+//!
+//! A transport that runs groups in order gets the receive in the group of its step, which waits for
+//! its place.
+//!
+//! The first records of a row are copied, which initialises the row, and all others are added.
 
 use annulus_core::{
     Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Reduction, Result,
@@ -10,13 +26,10 @@ use annulus_core::{
 
 use super::{
     blocks::{Blocks, Ready},
-    buffers::BlockRows,
-    buffers::BlockStock,
-    buffers::Places,
-    final_gradients::FinalGradients,
+    buffers::{BlockRows, BlockStock, Places},
     in_flight::InFlight,
     plan::RingPlan,
-    program::RankStep,
+    program::{HomeReduce, RankStep},
 };
 
 /// A backward pass in which gradients follow their keys and values one ring step behind.
@@ -28,8 +41,6 @@ pub(super) struct OnePass<'a, S: Space, P> {
     /// A partial sum that arrives; after the steps, the sum of the tail.
     pub(super) arriving: &'a mut Places<S>,
     pub(super) final_gradients: FinalGradients<'a, S>,
-    /// dK and dV of the local keys.
-    pub(super) local_dkv: &'a mut S::Buffer,
     pub(super) rows: &'a mut BlockRows,
     /// The partial sum that was posted after the step before.
     pub(super) partial_sum: Option<MessageHeader>,
@@ -80,11 +91,9 @@ impl<'a, S: Space> Sums<'a, S> {
 impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
     /// Waits for the block of a step, and posts what can be posted.
     pub(super) fn start_step(&mut self, number: usize, blocks: &mut Blocks<'_, S>) -> Result<()> {
-        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
+        let Self { pass, in_flight, final_gradients, .. } = self;
         in_flight.start_step(number);
-        blocks.start_step(number, in_flight, |in_flight| {
-            final_gradients.advance(pass, local_dkv, in_flight)
-        })
+        blocks.start_step(number, in_flight, |in_flight| final_gradients.advance(pass, in_flight))
     }
 
     /// Waits until `result` returns a value; moves blocks on and reduces final gradients meanwhile.
@@ -93,10 +102,10 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         blocks: &mut Blocks<'_, S>,
         mut result: impl FnMut(&mut InFlight<'_, S>, &mut Sums<'_, S>) -> Result<Option<T>>,
     ) -> Result<T> {
-        let Self { pass, in_flight, sums, final_gradients, local_dkv, .. } = self;
+        let Self { pass, in_flight, sums, final_gradients, .. } = self;
         in_flight.wait_until(|in_flight| {
             blocks.advance(in_flight)?;
-            final_gradients.advance(pass, local_dkv, in_flight)?;
+            final_gradients.advance(pass, in_flight)?;
             result(in_flight, sums)
         })
     }
@@ -120,9 +129,9 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         };
         let rows = self.rows.expand(&self.plan.shards.kv[step.owner], head)?;
         let block = Block { buffer: &buffer, ready: &ready, rows, first_local: Some(0) };
-        let Self { pass, local_dkv, in_flight, .. } = self;
+        let Self { pass, final_gradients, in_flight, .. } = self;
         in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
-            pass.attend_kv(&block, Some(&mut **local_dkv), &mut || {
+            pass.attend_kv(&block, Some(&mut *final_gradients.local_dkv), &mut || {
                 in_flight.tick_with(|in_flight| blocks.advance(in_flight))
             })
         })?;
@@ -167,8 +176,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             *ready = self.pass.reduce(dkv, &buffer, &came, &step.partial_sum, Reduction::Add)?;
             self.arriving.put(0, buffer);
         }
-        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
-        final_gradients.advance(pass, local_dkv, in_flight)
+        let Self { pass, in_flight, final_gradients, .. } = self;
+        final_gradients.advance(pass, in_flight)
     }
 
     /// Sends `sum` to the next rank that adds to it, or to the owner, and posts the receives of
@@ -189,8 +198,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
                     receives.push(Incoming { header, buffer: self.arriving.take(0)? });
                 }
                 Channel::FinalGrad if whole_groups => {
-                    let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
-                    receives.push(final_gradients.next_of_group(pass, local_dkv, in_flight)?);
+                    let Self { pass, in_flight, final_gradients, .. } = self;
+                    receives.push(final_gradients.next_of_group(pass, in_flight)?);
                 }
                 // posted already, or once its place is free
                 Channel::FinalGrad => {}
@@ -204,10 +213,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
 
     /// Ends the circulation of blocks. Returns the local one if the route kept it.
     pub(super) fn finish_blocks(&mut self, blocks: Blocks<'_, S>) -> Result<Option<Ready<S>>> {
-        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
-        blocks.finish_all_but_local(in_flight, |in_flight| {
-            final_gradients.advance(pass, local_dkv, in_flight)
-        })
+        let Self { pass, in_flight, final_gradients, .. } = self;
+        blocks.finish_all_but_local(in_flight, |in_flight| final_gradients.advance(pass, in_flight))
     }
 
     /// Computes on the tail rows of the local block, if it has any. Returns their dK and dV. Packs
@@ -252,17 +259,17 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
 
     /// Waits for the last final gradients, and reduces them and the tail's into the local dK/dV.
     pub(super) fn receive_last(&mut self, tail: Option<Arrived<S>>) -> Result<()> {
-        let Self { pass, in_flight, final_gradients, local_dkv, .. } = self;
-        final_gradients.advance(pass, local_dkv, in_flight)?;
+        let Self { pass, in_flight, final_gradients, .. } = self;
+        final_gradients.advance(pass, in_flight)?;
         if !final_gradients.is_done() {
             in_flight.wait_until(|in_flight| {
-                final_gradients.advance(pass, local_dkv, in_flight)?;
+                final_gradients.advance(pass, in_flight)?;
                 Ok(final_gradients.is_done().then_some(()))
             })?;
         }
         in_flight.wait_sends()?;
         if let Some(tail) = tail {
-            self.plan.program.tail_reduce.run(pass, local_dkv, &tail)?;
+            self.plan.program.tail_reduce.run(pass, final_gradients.local_dkv, &tail)?;
             self.arriving.put(0, tail.buffer);
         }
         self.sums.finish();
@@ -273,4 +280,107 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
 fn unexpected(message: &MessageHeader) -> Error {
     let what = format!("a {:?} message that no step expects", message.channel);
     Error::Comm { peer: message.peer, step: message.step, what }
+}
+
+/// The final gradients of a pass.
+pub(super) struct FinalGradients<'a, S: Space> {
+    places: &'a mut Places<S>,
+    /// dK and dV of the local keys.
+    pub(super) local_dkv: &'a mut S::Buffer,
+    /// All messages of the pass in the order of their steps.
+    messages: Vec<(MessageHeader, &'a HomeReduce)>,
+    posted: usize,
+    reduced: usize,
+    /// True if a receive is posted with the group of its step.
+    whole_groups: bool,
+}
+
+impl<'a, S: Space> FinalGradients<'a, S> {
+    /// Lists the final gradients of `steps`, whose messages have the tags of `in_flight`.
+    pub(super) fn new(
+        steps: &'a [RankStep],
+        in_flight: &InFlight<'_, S>,
+        places: &'a mut Places<S>,
+        local_dkv: &'a mut S::Buffer,
+        whole_groups: bool,
+    ) -> Self {
+        let of_step = |step: &'a RankStep| {
+            let messages = step.gradients.receives.iter();
+            let finals = messages.filter(|message| message.channel == Channel::FinalGrad);
+            finals.zip(&step.home_reduces)
+        };
+        let messages = steps.iter().flat_map(of_step);
+        let messages = messages.map(|(message, reduce)| (in_flight.tagged(message), reduce));
+        Self {
+            places,
+            local_dkv,
+            messages: messages.collect(),
+            posted: 0,
+            reduced: 0,
+            whole_groups,
+        }
+    }
+
+    /// Posts the receives whose places are free, unless they are posted with their groups.
+    pub(super) fn post(&mut self, in_flight: &mut InFlight<'_, S>) -> Result<()> {
+        let mut receives = Vec::new();
+        while !self.whole_groups && self.posted < self.messages.len() && self.has_place() {
+            receives.push(self.take()?);
+        }
+        in_flight.start(&[], None, receives)
+    }
+
+    /// Returns the receive of the next final gradient, whose group is posted; waits until its place
+    /// is free.
+    pub(super) fn next_of_group<P: BackwardPass<S>>(
+        &mut self,
+        pass: &mut P,
+        in_flight: &mut InFlight<'_, S>,
+    ) -> Result<Incoming<S>> {
+        if !self.has_place() {
+            in_flight.wait_until(|in_flight| {
+                self.advance(pass, in_flight)?;
+                Ok(self.has_place().then_some(()))
+            })?;
+        }
+        self.take()
+    }
+
+    /// Reduces the final gradients that have arrived, and posts the receives whose places are free.
+    pub(super) fn advance<P: BackwardPass<S>>(
+        &mut self,
+        pass: &mut P,
+        in_flight: &mut InFlight<'_, S>,
+    ) -> Result<()> {
+        while let Some((message, reduce)) = self.messages[..self.posted].get(self.reduced) {
+            let Some(arrived) = in_flight.take(message)? else { break };
+            reduce.run(pass, self.local_dkv, &arrived)?;
+            self.places.put(self.place(self.reduced), arrived.buffer);
+            self.reduced += 1;
+        }
+        self.post(in_flight)
+    }
+
+    /// Returns true if all have been reduced.
+    pub(super) const fn is_done(&self) -> bool {
+        self.reduced == self.messages.len()
+    }
+
+    fn place(&self, number: usize) -> usize {
+        number % self.places.len().max(1)
+    }
+
+    fn has_place(&self) -> bool {
+        self.places.is_free(self.place(self.posted))
+    }
+
+    /// Takes the receive of the next final gradient.
+    fn take(&mut self) -> Result<Incoming<S>> {
+        let none = || Error::internal("more final gradients than the plan has");
+        let (header, _) = self.messages.get(self.posted).ok_or_else(none)?;
+        let header = header.clone();
+        let buffer = self.places.take(self.place(self.posted))?;
+        self.posted += 1;
+        Ok(Incoming { header, buffer })
+    }
 }

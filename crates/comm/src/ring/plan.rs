@@ -11,10 +11,9 @@ use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule
 
 use super::{
     Ring,
-    block_parts::SplitSize,
-    leaf_owners::LeafOwners,
+    overlap::{self, SplitSize},
     program::{MessageGroup, RankProgram, RankStep, RecordSizes},
-    tail_overlap,
+    reduce::LeafOwners,
 };
 
 /// Maximum number of ranks of which debug builds check the schedule of all ranks, in O(ranks³)
@@ -110,7 +109,7 @@ impl RingPlan {
         }
         let head_rows = if S::HAS_PARTS {
             let shard = (&*queries, &*keys);
-            tail_overlap::head_rows(spec, &schedule, shard, split.of_tiles())
+            overlap::head_rows(spec, &schedule, shard, split.of_tiles())
         } else {
             keys.len() as u64
         };

@@ -29,10 +29,9 @@ use annulus_plan::{Choice, RingShards, Route, Strategy};
 
 use super::{
     Ring, RingOptions,
-    block_parts::SplitSize,
     buffers::RingBuffers,
     check,
-    describe::{self, Combined, TransportFields},
+    overlap::SplitSize,
     plan::{self, Agreed, RingPlan},
     reduce::{self, slices_of_pass},
     slices::SliceExchange,
@@ -144,17 +143,10 @@ impl<B: Backend> PlannedRing<B> {
         let ranks = transport.control().ranks();
         let checked = spec.and_then(|spec| check_plan(backend, spec, options, ranks));
         let placement = transport.control().placement().cloned();
-        let posts_ahead = transport.posts_ahead();
-        let groups_in_order = transport.runs_groups_in_order();
-        let describe = |(spec, capabilities): &(Spec, _)| {
-            let fields =
-                TransportFields { placement: placement.as_ref(), posts_ahead, groups_in_order };
-            describe::plan(spec, options, Strategy::Ring, capabilities, fields)
-        };
-        let described = checked.as_ref().map(describe).map_err(Error::clone);
-        let combined = agreement::enter(transport, 0, &described)?;
+        let described = checked.as_ref().map_err(Error::clone);
+        let described = described.map(|(spec, capabilities)| (spec, capabilities, Strategy::Ring));
+        let combined = check::agree(transport, described, options, 0)?;
         let (spec, capabilities) = checked?;
-        let combined = Combined::new(&combined)?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let mut tick = || ticks.tick();
@@ -268,7 +260,7 @@ impl<B: Backend> Ring<B> {
 
     /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
     pub(super) fn try_update(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
-        let described = checked.map(|()| describe::batch(batch));
+        let described = checked.map(|()| check::batch(batch));
         self.calls.entries.enter(self.transport.as_mut(), &described)?;
 
         let dims = self.agreed.spec.dims;

@@ -9,7 +9,7 @@ use annulus_core::{
 };
 use annulus_plan::{Group, Message, RankSchedule};
 
-use super::block_parts::{self, SplitSize};
+use super::overlap::{self, SplitSize};
 
 /// One ring step of a rank.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(crate) struct RankProgram {
     /// Rows of the local block that other ranks read from it.
     pub(crate) sent: RowSet,
     /// Rows of the local block that are attended to in step 0 of a backward pass; the others, the
-    /// tail, come after the last step. See `tail_overlap.rs`.
+    /// tail, come after the last step. See `overlap.rs`.
     pub(crate) head_rows: u64,
     /// Reduction of the tail's gradients into the local dK/dV.
     pub(crate) tail_reduce: HomeReduce,
@@ -59,6 +59,25 @@ pub(crate) struct MessageGroup {
 }
 
 impl MessageGroup {
+    /// Returns the messages of an exchange between all `members`, of which this rank is number
+    /// `own`, for some distances: to the member that many places ahead, from the one as many behind.
+    /// `bytes` returns the bytes that are sent to a member from the source, and those that are
+    /// received from it. Empty messages are left out.
+    pub(crate) fn exchange(
+        [own, members]: [usize; 2],
+        distances: Range<usize>,
+        header: impl Fn(usize, Range<u64>) -> MessageHeader,
+        bytes: impl Fn(usize) -> [Range<u64>; 2],
+    ) -> Self {
+        let message =
+            |member, bytes: Range<u64>| (!bytes.is_empty()).then(|| header(member, bytes));
+        let to = distances.clone().map(|distance| (own + distance) % members);
+        let from = distances.map(|distance| (own + members - distance) % members);
+        let sent = |member| message(member, bytes(member)[0].clone());
+        let received = |member| message(member, bytes(member)[1].clone());
+        Self { sends: to.filter_map(sent).collect(), receives: from.filter_map(received).collect() }
+    }
+
     /// Adds these messages of list number `list` to the balance of this rank.
     pub(crate) fn add_to(&self, balance: &mut MessageBalance, list: u64) {
         self.sends.iter().for_each(|message| balance.send(list, message));
@@ -117,9 +136,9 @@ impl RankProgram {
             program.push(RankStep {
                 owner: step.owner,
                 rows: step.rows.clone(),
-                kv: addressing.transfers(&step.before, source),
+                kv: addressing.transfers(&step.before, source, [None; 2]),
                 sends_local,
-                kv_in_parts: addressing.transfers_in_parts(
+                kv_in_parts: addressing.transfers(
                     &step.before,
                     source,
                     [schedule.sends_last_block[number], last_block == Some(number + 1)]
@@ -130,7 +149,7 @@ impl RankProgram {
                 } else {
                     Vec::new()
                 },
-                gradients: gradients.transfers(&step.after, &step.rows),
+                gradients: gradients.transfers(&step.after, &step.rows, [None; 2]),
                 partial_sum: number
                     .checked_sub(1)
                     .and_then(|previous| partial_sums(&steps[previous].after).next())
@@ -166,11 +185,11 @@ fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
 
 /// Returns the rows of each part of a block; none if it is not split.
 fn row_parts(rows: &RowSet, split: SplitSize) -> Vec<RowSet> {
-    let parts = block_parts::parts_of(rows, split);
+    let parts = overlap::parts_of(rows, split);
     if parts.len() == 1 {
         return Vec::new();
     }
-    let select = |part| block_parts::slice(rows.ranges(), part).into_iter().collect();
+    let select = |part| overlap::slice(rows.ranges(), part).into_iter().collect();
     parts.iter().map(select).collect()
 }
 
@@ -200,21 +219,9 @@ impl Addressing<'_> {
         }
     }
 
-    fn transfers(&self, group: &Group, source: &RowSet) -> MessageGroup {
-        let send =
-            |message: &Message| self.message(message, 0, &source.record_ranges(&message.rows));
-        let receive = |message: &Message| {
-            self.message(message, 0, std::slice::from_ref(&(0..message.rows.count())))
-        };
-        MessageGroup {
-            sends: group.sends.iter().map(send).collect(),
-            receives: group.receives.iter().map(receive).collect(),
-        }
-    }
-
-    /// Returns the transfers `group` before a step. What is sent, and what is received, is in parts
-    /// if it has a split size: if it is the last block of its receiver.
-    fn transfers_in_parts(
+    /// Returns the transfers `group` before or after a step. What is sent, and what is received, is in
+    /// parts if it has a split size: if it is the last block of its receiver.
+    fn transfers(
         &self,
         group: &Group,
         source: &RowSet,
@@ -223,14 +230,14 @@ impl Addressing<'_> {
         let parts = |message: &Message, split: Option<SplitSize>| {
             split.map_or_else(
                 || std::iter::once(0..message.rows.count()).collect(),
-                |split| block_parts::parts_of(&message.rows, split),
+                |split| overlap::parts_of(&message.rows, split),
             )
         };
         let mut transfers = MessageGroup::default();
         for message in &group.sends {
             let records = source.record_ranges(&message.rows);
             for (number, part) in parts(message, sent).iter().enumerate() {
-                let records = block_parts::slice(&records, part);
+                let records = overlap::slice(&records, part);
                 transfers.sends.push(self.message(message, number, &records));
             }
         }

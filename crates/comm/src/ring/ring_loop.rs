@@ -47,28 +47,27 @@ use annulus_core::{
     LeafSums, Outputs, Result, Space, View, ViewMut, Workspace,
 };
 
-use crate::profiler::span;
-
 use super::{
-    Ring, block_parts,
+    Ring,
     blocks::{Blocks, circulate},
     buffers::GradientStock,
-    final_gradients::FinalGradients,
     in_flight::InFlight,
-    one_pass::{OnePass, Sums},
+    one_pass::{FinalGradients, OnePass, Sums},
+    overlap,
     plan::{GroupPace, RingPlan},
     program,
     step_events::{CirculationKind, PassKind},
 };
+use crate::profiler::span;
 
 impl<B: Backend> Ring<B> {
-    /// Runs the forward pass. Returns the exposed communication.
-    pub(super) fn forward_loop(
+    /// Runs the forward pass, within a call of all ranks. Returns the exposed communication.
+    pub(crate) fn forward_loop(
         &mut self,
         inputs: &Inputs<View<'_, B::Space>>,
         outputs: &mut Outputs<ViewMut<'_, B::Space>>,
-        first_tag: u64,
     ) -> Result<Duration> {
+        let first_tag = self.take_tags();
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
         let observer = watch.observer(CirculationKind::Forward, start, agreed, plan, *ring_index);
@@ -77,12 +76,10 @@ impl<B: Backend> Ring<B> {
             workspace.forward(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
         in_flight.check()?;
 
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed);
-        let blocks =
-            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;
         circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |block, kv, tick| {
             if block.is_last { pass.attend_last(kv, outputs, tick) } else { pass.attend(kv, tick) }
@@ -99,8 +96,8 @@ impl<B: Backend> Ring<B> {
         &mut self,
         inputs: &BackwardInputs<View<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
-        first_tag: u64,
     ) -> Result<Duration> {
+        let first_tag = self.take_tags();
         let mut local_dkv = self
             .buffers
             .local_dkv
@@ -133,13 +130,13 @@ impl<B: Backend> Ring<B> {
             })?;
         in_flight.check()?;
 
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed).with_gradients();
-        let mut blocks = Blocks::new(kv, ready, steps, |step| &step.kv, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let mut blocks = Blocks::new(steps, |step| &step.kv, pace, &mut buffers.blocks, pack)?;
         let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
-        let final_gradients = FinalGradients::new(steps, &in_flight, finals, pace.whole_groups);
+        let final_gradients =
+            FinalGradients::new(steps, &in_flight, finals, local_dkv, pace.whole_groups);
         let mut one_pass = OnePass {
             pass,
             plan,
@@ -147,7 +144,6 @@ impl<B: Backend> Ring<B> {
             sums: Sums::new(sums),
             arriving,
             final_gradients,
-            local_dkv,
             rows: &mut buffers.rows,
             partial_sum: None,
         };
@@ -166,13 +162,13 @@ impl<B: Backend> Ring<B> {
             one_pass.post_gradients(step, sum, pace.whole_groups)?;
         }
         let local_kv = one_pass.finish_blocks(blocks)?;
-        // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
+        // the tail of the local block overlaps the last final gradients; see `overlap.rs`
         let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
         one_pass.receive_last(tail)?;
 
-        let OnePass { pass, mut in_flight, local_dkv, .. } = one_pass;
+        let OnePass { pass, mut in_flight, final_gradients, .. } = one_pass;
         let leaf_sums = plan.has_leaf_sums().then_some(&mut buffers.leaf_sums);
-        finish_backward(pass, local_dkv, leaf_sums, gradients, &mut in_flight)?;
+        finish_backward(pass, final_gradients.local_dkv, leaf_sums, gradients, &mut in_flight)?;
         Ok(in_flight.waited())
     }
 
@@ -196,12 +192,10 @@ impl<B: Backend> Ring<B> {
                 in_flight.tick()
             })?;
         in_flight.check()?;
-        let mut kv = buffers.blocks.take(buffers.blocks.local())?;
-        let ready = pass.local_kv(&mut kv, &plan.program.sent)?;
         let steps = &plan.program.steps;
         let pace = GroupPace::new(agreed);
-        let blocks =
-            Blocks::new(kv, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks);
+        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
+        let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;
         circulate(shards, blocks, &mut in_flight, rows, |block, kv, tick| {
             // the local queries add to the local dK and dV here, so the second pass skips them; in
@@ -211,15 +205,14 @@ impl<B: Backend> Ring<B> {
         })?;
         let waited = in_flight.waited();
 
-        let second_tag = first_tag + block_parts::tags(*ranks);
+        let second_tag = first_tag + overlap::tags(*ranks);
         let circulation = CirculationKind::TwoPassQueries;
         let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
-        let mut q = buffers.queries.take(buffers.queries.local())?;
-        let ready = pass.local_queries(&mut q)?;
         let steps = &plan.query_steps;
+        let pack = |q: &mut _| pass.local_queries(q);
         let blocks =
-            Blocks::new(q, ready, steps, |step| &step.kv_in_parts, pace, &mut buffers.queries);
+            Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.queries, pack)?;
         let shards = &plan.shards.q;
         circulate(shards, blocks, &mut in_flight, rows, |block, q, tick| match block.step {
             0 if !reproducible => Ok(()),

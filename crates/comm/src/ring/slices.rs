@@ -155,29 +155,20 @@ impl<'a> SliceExchange<'a> {
 
     /// Returns the messages of some distances. Slices without numbers have none.
     fn transfers(&self, distances: Range<usize>) -> MessageGroup {
-        let ranks = self.slices.ranks;
-        let header = |ring_index: usize, bytes: Range<usize>| MessageHeader {
+        let header = |ring_index: usize, bytes| MessageHeader {
             peer: self.order.rank(ring_index),
             channel: Channel::FinalGrad,
             tag: 0,
             step: self.step,
-            ranges: std::iter::once(bytes.start as u64..bytes.end as u64).collect(),
+            ranges: std::iter::once(bytes).collect(),
             agreed: None,
         };
-        let own = self.slices.range(self.ring_index).len();
-        let mut transfers = MessageGroup::default();
-        for distance in distances {
-            let to = (self.ring_index + distance) % ranks;
-            let from = (self.ring_index + ranks - distance) % ranks;
-            let slice = self.slices.range(to);
-            if !slice.is_empty() {
-                transfers.sends.push(header(to, 8 * slice.start..8 * slice.end));
-            }
-            if own > 0 {
-                transfers.receives.push(header(from, 0..8 * own));
-            }
-        }
-        transfers
+        let own = 8 * self.slices.range(self.ring_index).len() as u64;
+        let members = [self.ring_index, self.slices.ranks];
+        MessageGroup::exchange(members, distances, header, |ring_index| {
+            let slice = self.slices.range(ring_index);
+            [8 * slice.start as u64..8 * slice.end as u64, 0..own]
+        })
     }
 }
 

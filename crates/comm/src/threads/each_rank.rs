@@ -2,7 +2,10 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    sync::{Condvar, Mutex, PoisonError},
+    sync::{
+        Mutex, PoisonError,
+        mpsc::{Sender, channel},
+    },
     thread,
 };
 
@@ -37,7 +40,8 @@ pub fn each_rank<I: Send, T: Send>(
     // The threads are started and joined by code that is compiled once, not for every type of item
     // and result: callers instantiate this function for each backend and element type.
     let slots: Vec<_> = items.into_iter().map(|item| Mutex::new((Some(item), None::<T>))).collect();
-    each_thread(slots.len(), &|rank| {
+    let has_memory = |_| memory::check_mapping("the thread of a rank", STACK + START);
+    each_thread(slots.len(), &has_memory, &|rank| {
         let slot = &slots[rank];
         let item = slot.lock().unwrap_or_else(PoisonError::into_inner).0.take();
         let value = work(rank, item.ok_or_else(|| Error::internal("a rank began twice"))?)?;
@@ -51,81 +55,61 @@ pub fn each_rank<I: Send, T: Send>(
     values.collect()
 }
 
-/// Runs `work(rank)` for `0..ranks` as [`each_rank`] describes.
-fn each_thread(ranks: usize, work: &(dyn Fn(usize) -> Result<()> + Sync)) -> Result<()> {
+/// Runs `work(rank)` for `0..ranks` as [`each_rank`] describes. `may_start` is called before the
+/// thread of each rank.
+///
+/// A rank whose thread did not start sends nothing, and the others would wait for it until their
+/// deadline. So each thread waits for a signal, which is sent once all have started.
+fn each_thread(
+    ranks: usize,
+    may_start: &dyn Fn(usize) -> Result<()>,
+    work: &(dyn Fn(usize) -> Result<()> + Sync),
+) -> Result<()> {
     let panicked = || Err(Error::internal("the thread of a rank panicked"));
     if ranks == 1 {
         return panic::catch_unwind(AssertUnwindSafe(|| work(0))).unwrap_or_else(|_| panicked());
     }
-    let gate = Gate::default();
+    let (arrive, arrivals) = channel();
     let results: Vec<Result<()>> = thread::scope(|scope| {
         let start = |rank| {
             // A thread that starts with the last free memory would end the process, so the size of
             // its mappings is tried first. Threads start one after another, because the trial, or
             // the heap of a thread, would take the memory of another one.
-            memory::check_mapping("the thread of a rank", STACK + START)?;
-            let gate = &gate;
-            let thread = thread::Builder::new()
-                .name(format!("rank {rank}"))
-                .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank)));
-            let thread = thread.map_err(|error| Error::Device {
+            may_start(rank)?;
+            let (begin, begins) = channel::<()>();
+            let arrive = arrive.clone();
+            let body = move || {
+                arrive.send(()).unwrap_or_default();
+                begins.recv().is_ok().then(|| work(rank))
+            };
+            let thread = thread::Builder::new().name(format!("rank {rank}"));
+            let thread = thread.spawn_scoped(scope, body).map_err(|error| Error::Device {
                 what: format!("the thread of rank {rank} did not start: {error}"),
             })?;
-            gate.wait_for_next();
-            Ok(thread)
+            arrivals.recv().unwrap_or_default();
+            Ok((begin, thread))
         };
-        // collected, so that all threads start before the first is joined
-        let threads: Vec<_> = (0..ranks).map(start).collect();
-        // A rank whose thread did not start sends nothing, and the others would wait for it until
-        // their deadline. So no rank begins before all threads have started.
-        gate.decide(threads.iter().all(Result::is_ok));
-        let wait = |thread: Result<thread::ScopedJoinHandle<'_, Option<Result<()>>>>| {
+        let started: Vec<Result<_>> = (0..ranks).map(start).collect();
+        let all_started = started.iter().all(Result::is_ok);
+        // without the signal, the drop of its sender ends a thread
+        let signal = |(begin, thread): (Sender<()>, _)| {
+            if all_started {
+                begin.send(()).unwrap_or_default();
+            }
+            thread
+        };
+        // collected, so that all threads begin before the first is joined
+        let threads: Vec<Result<thread::ScopedJoinHandle<'_, Option<Result<()>>>>> =
+            started.into_iter().map(|thread| thread.map(signal)).collect();
+        let join = |thread: Result<thread::ScopedJoinHandle<'_, _>>| {
             let result = thread.map(|thread| thread.join().unwrap_or_else(|_| Some(panicked())));
             result.transpose()
         };
-        threads.into_iter().filter_map(wait).map(Result::flatten).collect()
+        threads.into_iter().filter_map(join).map(Result::flatten).collect()
     });
     // the first that a rank detected itself, or else the first
     let failed = results.into_iter().filter_map(Result::err).min_by_key(is_echo);
     failed.map_or(Ok(()), Err)
-}
-
-/// Holds threads back until it is decided whether they run.
-#[derive(Default)]
-struct Gate {
-    state: Mutex<GateState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct GateState {
-    /// True if a thread has arrived since the last [`Gate::wait_for_next`].
-    has_arrived: bool,
-    decision: Option<bool>,
-}
-
-impl Gate {
-    /// Waits until the next thread has arrived. Each thread that was started does.
-    fn wait_for_next(&self) {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = self.changed.wait_while(state, |state| !state.has_arrived);
-        state.unwrap_or_else(PoisonError::into_inner).has_arrived = false;
-    }
-
-    fn decide(&self, open: bool) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).decision = Some(open);
-        self.changed.notify_all();
-    }
-
-    /// Arrives, and waits for the decision, which always comes: the thread that makes it only
-    /// starts threads before it.
-    fn is_opened(&self) -> bool {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.has_arrived = true;
-        self.changed.notify_all();
-        let state = self.changed.wait_while(state, |state| state.decision.is_none());
-        state.unwrap_or_else(PoisonError::into_inner).decision.unwrap_or(false)
-    }
 }
 
 /// Default stack of a Rust thread, in bytes.
@@ -155,21 +139,12 @@ mod tests {
     }
 
     #[test]
-    fn threads_run_only_if_the_gate_opens() {
-        for open in [false, true] {
-            let gate = Gate::default();
-            let ran = thread::scope(|scope| {
-                let start = |_| {
-                    let thread = scope.spawn(|| gate.is_opened());
-                    gate.wait_for_next();
-                    thread
-                };
-                let threads: Vec<_> = (0..3).map(start).collect();
-                gate.decide(open);
-                threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
-            });
-            assert!(ran.into_iter().all(|ran| ran.is_ok_and(|ran| ran == open)));
-        }
+    fn no_rank_begins_if_the_thread_of_one_does_not_start() {
+        let begun = Mutex::new(Vec::new());
+        let may_start = |rank| if rank == 2 { Err(Error::internal("full")) } else { Ok(()) };
+        let work = |rank| Ok(begun.lock().unwrap_or_else(PoisonError::into_inner).push(rank));
+        assert_eq!(each_thread(4, &may_start, &work), Err(Error::internal("full")));
+        assert!(begun.into_inner().is_ok_and(|begun| begun.is_empty()));
     }
 
     #[test]

@@ -23,7 +23,7 @@ mod each_rank;
 mod pump;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
     sync::{
         Arc,
         mpsc::{Receiver, sync_channel},
@@ -32,13 +32,13 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
-    Space, Transport,
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
+    Transport,
 };
 
 pub use self::each_rank::each_rank;
 use self::pump::{Data, Envelope, Mailboxes};
-use crate::ranges;
+use crate::message::{self, Failure, LastTags, MessageKey, ReceiveRequest};
 
 /// The most ranks of a ring in one process. Each is a thread, with a mailbox that has room for
 /// messages of all others: O(ranks²) memory.
@@ -76,13 +76,13 @@ pub fn ring(ranks: usize) -> Vec<Threads> {
         outboxes: (0..ranks).map(|_| VecDeque::new()).collect(),
         receives: Vec::new(),
         early: Vec::new(),
-        last_tags: HashMap::new(),
+        last_tags: LastTags::default(),
         sends: (0..ranks).map(|_| PeerSends::default()).collect(),
         all_gathers: BTreeMap::new(),
         step: 0,
         consumed: 0,
         bytes_sent: 0,
-        failed: None,
+        failure: Failure::default(),
     };
     receivers.into_iter().enumerate().map(endpoint).collect()
 }
@@ -98,29 +98,22 @@ pub struct Threads {
     receives: Vec<ThreadsReceive>,
     /// Messages that arrived before their receives were posted.
     early: Vec<Data>,
-    /// Tag of the last posted receive, by peer and channel.
-    last_tags: HashMap<(usize, Channel), u64>,
+    last_tags: LastTags,
     /// Sends to each peer.
     sends: Vec<PeerSends>,
-    all_gathers: BTreeMap<u64, ThreadsAllGather>,
+    all_gathers: BTreeMap<u64, GatherParts>,
     /// Step of the last post.
     step: usize,
     /// Number of messages of this rank that had been consumed at the last poll.
     consumed: u64,
     bytes_sent: u64,
-    failed: Option<Error>,
+    failure: Failure,
 }
 
 struct ThreadsReceive {
     header: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
-}
-
-impl ThreadsReceive {
-    fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
-    }
 }
 
 /// Sends to one peer.
@@ -132,18 +125,15 @@ struct PeerSends {
     steps: VecDeque<usize>,
 }
 
-/// State of one all-gather.
-struct ThreadsAllGather {
-    /// Parts that have arrived, by rank.
-    parts: Vec<Option<Arc<[u8]>>>,
-}
+/// Parts of one all-gather that have arrived, by rank.
+type GatherParts = Vec<Option<Arc<[u8]>>>;
 
 impl std::fmt::Debug for Threads {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Threads")
             .field("rank", &self.rank)
-            .field("ranks", &self.mailboxes.ranks())
+            .field("ranks", &self.mailboxes.inboxes.len())
             .finish_non_exhaustive()
     }
 }
@@ -164,30 +154,22 @@ impl Transport<Host> for Threads {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         for send in sends {
-            ranges::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
+            message::check(&send.header, self.mailboxes.inboxes.len(), Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
-        receives.sort_by_key(|incoming| {
-            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        receives.sort_by_key(|incoming| MessageKey::of(&incoming.header));
+        let requests = receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
+            header,
+            size: Host::size(buffer),
+            is_shared: buffer.is_shared(),
         });
-        let mut previous = None;
-        for incoming in receives.iter() {
-            let key = (incoming.header.peer, incoming.header.channel);
-            let last = previous
-                .filter(|&(of, _)| of == key)
-                .map(|(_, tag)| tag)
-                .or_else(|| self.last_tags.get(&key).copied());
-            let checked = self.check_receive(incoming, last);
-            checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, incoming.header.tag));
-        }
+        let checked = self.last_tags.check(self.mailboxes.inboxes.len(), requests);
+        self.failure.remember(checked)?;
         for Incoming { header, buffer } in receives.drain(..) {
             self.step = header.step;
-            self.last_tags.insert((header.peer, header.channel), header.tag);
+            self.last_tags.post(&header);
             self.receives.push(ThreadsReceive { header, buffer, arrived: false });
         }
         for Outgoing { header, buffer, .. } in sends {
@@ -195,12 +177,9 @@ impl Transport<Host> for Threads {
             self.bytes_sent += header.bytes();
             self.sends[header.peer].posted += 1;
             self.sends[header.peer].steps.push_back(header.step);
-            let MessageHeader { channel, tag, step, .. } = *header;
             let data = Data {
-                from: self.rank,
-                channel,
-                tag,
-                step,
+                key: MessageKey { peer: self.rank, ..MessageKey::of(header) },
+                step: header.step,
                 ranges: Arc::clone(&header.ranges),
                 buffer: (*buffer).clone(),
             };
@@ -223,27 +202,18 @@ impl Transport<Host> for Threads {
         self.mailboxes.mark_awake(self.rank);
         moved?;
         if let Some(envelope) = envelope {
-            self.accept(envelope).inspect_err(|error| self.fail(error))?;
+            let accepted = self.accept(envelope);
+            self.failure.remember(accepted)?;
         }
         self.pump().map(drop)
     }
 
     fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        let Some(index) = self
-            .receives
-            .iter()
-            .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
-        else {
-            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
-            return Err(Error::invalid(
-                "header",
-                got,
-                "a receive that was posted and not yet taken",
-            ));
-        };
+        self.failure.check()?;
+        let key = MessageKey::of(header);
+        let is_it = |receive: &ThreadsReceive| MessageKey::of(&receive.header) == key;
+        let index =
+            self.receives.iter().position(is_it).ok_or_else(|| message::not_posted(header))?;
         if !self.receives[index].arrived {
             return Ok(None);
         }
@@ -279,16 +249,14 @@ impl Control for Threads {
     }
 
     fn ranks(&self) -> usize {
-        self.mailboxes.ranks()
+        self.mailboxes.inboxes.len()
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failure.check()?;
         let from = self.rank;
         let bytes = Arc::<[u8]>::from(bytes);
-        let own = &mut self.all_gather(round).parts[from];
+        let own = &mut self.all_gather(round)[from];
         if own.is_some() {
             return Err(Error::invalid(
                 "round",
@@ -306,9 +274,8 @@ impl Control for Threads {
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let is_started = |all_gather: &&ThreadsAllGather| all_gather.parts[self.rank].is_some();
-        let Some(ThreadsAllGather { parts }) = self.all_gathers.get(&round).filter(is_started)
-        else {
+        let is_started = |parts: &&GatherParts| parts[self.rank].is_some();
+        let Some(parts) = self.all_gathers.get(&round).filter(is_started) else {
             return Err(Error::invalid(
                 "round",
                 round,
@@ -329,14 +296,13 @@ impl Control for Threads {
     }
 
     fn stragglers(&self, round: u64) -> Vec<usize> {
-        let missing = |rank: &usize| {
-            self.all_gathers.get(&round).is_none_or(|started| started.parts[*rank].is_none())
-        };
+        let missing =
+            |rank: &usize| self.all_gathers.get(&round).is_none_or(|parts| parts[*rank].is_none());
         (0..self.ranks()).filter(missing).collect()
     }
 
     fn abort(&mut self, error: &Error) {
-        self.failed.get_or_insert_with(|| error.clone());
+        self.failure.end(error);
         self.mailboxes.abort(self.rank, error.to_string());
     }
 

@@ -20,10 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Channel, Error, Host, HostBuffer, Incoming, MessageHeader, Result, Space};
+use annulus_core::{Error, HostBuffer, MessageHeader, Result};
 
-use super::{Threads, ThreadsAllGather, ThreadsReceive};
-use crate::ranges;
+use super::{GatherParts, Threads, ThreadsReceive};
+use crate::message::{self, MessageKey};
 
 impl Threads {
     /// Does everything that can be done without waiting. Returns true if there was anything to do.
@@ -31,17 +31,9 @@ impl Threads {
     /// # Errors
     /// A fatal one ([`Error::is_fatal`]) ends the endpoint.
     pub(super) fn pump(&mut self) -> Result<bool> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        self.try_pump().inspect_err(|error| self.fail(error))
-    }
-
-    /// Records the error that ends this endpoint, if it is fatal.
-    pub(super) fn fail(&mut self, error: &Error) {
-        if error.is_fatal() {
-            self.failed.get_or_insert_with(|| error.clone());
-        }
+        self.failure.check()?;
+        let moved = self.try_pump();
+        self.failure.remember(moved)
     }
 
     fn try_pump(&mut self) -> Result<bool> {
@@ -49,7 +41,8 @@ impl Threads {
         let mut moved = self.flush();
         moved |= self.drain()?;
         moved |= self.count_receipts();
-        let lost = (0..self.mailboxes.ranks()).find(|&peer| self.missing_from(peer).is_some());
+        let lost =
+            (0..self.mailboxes.inboxes.len()).find(|&peer| self.missing_from(peer).is_some());
         if let Some(peer) = lost {
             // its last messages, its last receipts and its abort are visible by now
             self.drain()?;
@@ -63,7 +56,7 @@ impl Threads {
     }
 
     fn check_abort(&self) -> Result<()> {
-        match self.mailboxes.aborted() {
+        match self.mailboxes.aborted.get() {
             Some((rank, what)) if *rank != self.rank => {
                 Err(Error::Aborted { rank: *rank, what: what.clone() })
             }
@@ -89,7 +82,7 @@ impl Threads {
     fn flush_to(&mut self, peer: usize) -> bool {
         let mut moved = false;
         while let Some(envelope) = self.outboxes[peer].pop_front() {
-            match self.mailboxes.inbox(peer).try_send(envelope) {
+            match self.mailboxes.inboxes[peer].try_send(envelope) {
                 Ok(()) => moved = true,
                 Err(TrySendError::Full(envelope)) => {
                     self.outboxes[peer].push_front(envelope);
@@ -111,8 +104,8 @@ impl Threads {
         let mut moved = false;
         let mut index = 0;
         while let Some(data) = self.early.get(index) {
-            let &Data { from: peer, channel, tag, .. } = data;
-            match self.receives.iter().position(|receive| receive.is_for(peer, channel, tag)) {
+            let key = data.key;
+            match self.receives.iter().position(|of| MessageKey::of(&of.header) == key) {
                 Some(receive) => {
                     let data = self.early.remove(index);
                     self.deliver(receive, data)?;
@@ -133,27 +126,21 @@ impl Threads {
         match envelope {
             Envelope::Wake => Ok(()),
             Envelope::GatherPart { from, round, bytes } => {
-                self.all_gather(round).parts[from] = Some(bytes);
+                self.all_gather(round)[from] = Some(bytes);
                 Ok(())
             }
             Envelope::Data(data) => {
-                let Data { from: peer, channel, tag, .. } = data;
-                let posted = self
-                    .receives
-                    .iter()
-                    .position(|receive| receive.is_for(peer, channel, tag) && !receive.arrived);
-                if let Some(receive) = posted {
+                let key = data.key;
+                let is_posted = |receive: &ThreadsReceive| {
+                    MessageKey::of(&receive.header) == key && !receive.arrived
+                };
+                if let Some(receive) = self.receives.iter().position(is_posted) {
                     return self.deliver(receive, data);
                 }
-                let is_same =
-                    |early: &Data| (early.from, early.channel, early.tag) == (peer, channel, tag);
-                let is_late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-                if is_late || self.early.iter().any(is_same) {
-                    return Err(Error::Comm {
-                        peer,
-                        step: data.step,
-                        what: format!("duplicate message {channel:?} {tag}"),
-                    });
+                if self.last_tags.has_passed(key) || self.early.iter().any(|of| of.key == key) {
+                    let MessageKey { peer, channel, tag } = key;
+                    let what = format!("duplicate message {channel:?} {tag}");
+                    return Err(Error::Comm { peer, step: data.step, what });
                 }
                 self.early.push(data);
                 Ok(())
@@ -182,7 +169,7 @@ impl Threads {
                 what: "the buffer of a posted receive is in use".to_owned(),
             });
         };
-        ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &header.ranges);
+        message::copy(data.buffer.bytes(), &data.ranges, bytes, &header.ranges);
         *arrived = true;
         drop(data);
         self.mailboxes.count_consumed(peer, self.rank);
@@ -213,43 +200,15 @@ impl Threads {
             self.receives.iter().find(|receive| receive.header.peer == peer && !receive.arrived);
         let receive = receive.map(|receive| receive.header.step);
         let send = || self.sends[peer].steps.front().copied();
-        let misses = |all_gather: &ThreadsAllGather| {
-            all_gather.parts[self.rank].is_some() && all_gather.parts[peer].is_none()
-        };
+        let misses = |parts: &GatherParts| parts[self.rank].is_some() && parts[peer].is_none();
         let all_gather = || self.all_gathers.values().any(misses).then_some(self.step);
         receive.or_else(send).or_else(all_gather)
     }
 
     /// Returns the state of all-gather `round`, created by its first use.
-    pub(super) fn all_gather(&mut self, round: u64) -> &mut ThreadsAllGather {
-        let ranks = self.mailboxes.ranks();
-        self.all_gathers
-            .entry(round)
-            .or_insert_with(|| ThreadsAllGather { parts: vec![None; ranks] })
-    }
-
-    /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
-    /// its channel.
-    pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
-        let MessageHeader { peer, step, channel, tag, .. } = incoming.header;
-        ranges::check(&incoming.header, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
-        if last.is_some_and(|last| tag <= last) {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!(
-                    "receive {channel:?} {tag} posted after a tag as high: tags only grow"
-                ),
-            });
-        }
-        if incoming.buffer.is_shared() {
-            return Err(Error::Comm {
-                peer,
-                step,
-                what: format!("the buffer of receive {channel:?} {tag} is in use"),
-            });
-        }
-        Ok(())
+    pub(super) fn all_gather(&mut self, round: u64) -> &mut GatherParts {
+        let ranks = self.mailboxes.inboxes.len();
+        self.all_gathers.entry(round).or_insert_with(|| vec![None; ranks])
     }
 }
 
@@ -266,9 +225,8 @@ pub(super) enum Envelope {
 /// Bytes of a block in the sender's buffer, which the message co-owns until the receiver has copied
 /// them.
 pub(super) struct Data {
-    pub(super) from: usize,
-    pub(super) channel: Channel,
-    pub(super) tag: u64,
+    /// Names the sender as the peer.
+    pub(super) key: MessageKey,
     pub(super) step: usize,
     pub(super) ranges: Arc<[Range<u64>]>,
     pub(super) buffer: HostBuffer,
@@ -292,7 +250,7 @@ struct RankStatus {
 /// The shared state of a ring.
 pub(super) struct Mailboxes {
     created: Instant,
-    inboxes: Vec<SyncSender<Envelope>>,
+    pub(super) inboxes: Vec<SyncSender<Envelope>>,
     status: Vec<RankStatus>,
     consumed: Vec<Vec<AtomicU64>>,
     aborted: OnceLock<(usize, String)>,
@@ -308,14 +266,6 @@ impl Mailboxes {
             consumed: (0..ranks).map(|_| (0..ranks).map(|_| AtomicU64::new(0)).collect()).collect(),
             aborted: OnceLock::new(),
         }
-    }
-
-    pub(super) fn ranks(&self) -> usize {
-        self.inboxes.len()
-    }
-
-    pub(super) fn inbox(&self, rank: usize) -> &SyncSender<Envelope> {
-        &self.inboxes[rank]
     }
 
     /// Counts a message of `sender` that `receiver` has copied. The receiver must have released the
@@ -373,7 +323,7 @@ impl Mailboxes {
     }
 
     fn wake_all(&self) {
-        (0..self.ranks()).for_each(|rank| self.wake(rank));
+        (0..self.inboxes.len()).for_each(|rank| self.wake(rank));
     }
 
     /// Marks `rank` as left. All its earlier messages are in the inboxes by now.
@@ -390,9 +340,5 @@ impl Mailboxes {
     pub(super) fn abort(&self, rank: usize, what: String) {
         self.aborted.get_or_init(|| (rank, what));
         self.wake_all();
-    }
-
-    pub(super) fn aborted(&self) -> Option<&(usize, String)> {
-        self.aborted.get()
     }
 }

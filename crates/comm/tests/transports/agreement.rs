@@ -1,20 +1,16 @@
 //! Agreement: all ranks derive the same verdict.
 
-use annulus_comm::{Descriptor, agree, all_gather, barrier, close};
+use annulus_comm::{Descriptor, agree, barrier, close};
 use annulus_core::{Control, Error, Result};
 
 use crate::common::*;
 
 /// Returns the result of one agreement on every rank of a ring.
 fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<Vec<u64>>> {
-    on_ring(
-        ranks,
-        |endpoint| endpoint,
-        move |mut endpoint| {
-            let local = local(endpoint.rank());
-            agree(&mut endpoint, 5, local)
-        },
-    )
+    on_threads(ranks, move |mut endpoint| {
+        let local = local(endpoint.rank());
+        agree(&mut endpoint, 5, local)
+    })
 }
 
 #[test]
@@ -95,16 +91,12 @@ fn a_rank_keeps_its_own_refusal_and_the_others_name_it() {
 #[test]
 fn a_close_returns_the_failure_of_any_rank_on_all_ranks() {
     let outcomes = |failure: Option<Error>| {
-        on_ring(
-            4,
-            |endpoint| endpoint,
-            move |mut endpoint| {
-                barrier(&mut endpoint, 1).unwrap();
-                let mine =
-                    if endpoint.rank() == 2 { failure.clone().map_or(Ok(()), Err) } else { Ok(()) };
-                close(&mut endpoint, 2, mine)
-            },
-        )
+        on_threads(4, move |mut endpoint| {
+            barrier(&mut endpoint, 1).unwrap();
+            let mine =
+                if endpoint.rank() == 2 { failure.clone().map_or(Ok(()), Err) } else { Ok(()) };
+            close(&mut endpoint, 2, mine)
+        })
     };
     assert_eq!(outcomes(None), vec![Ok(()); 4]);
     let dead = Error::Device { what: "hot".into() };
@@ -119,23 +111,4 @@ fn a_close_returns_the_failure_of_any_rank_on_all_ranks() {
         outcomes(Some(refused.clone())),
         [Err(full.clone()), Err(full.clone()), Err(refused), Err(full)]
     );
-}
-
-#[test]
-fn a_rank_that_left_before_the_agreement_is_lost() {
-    let results = on_ring(
-        3,
-        |endpoint| endpoint,
-        |mut endpoint| {
-            if endpoint.rank() == 1 {
-                None
-            } else {
-                Some(all_gather(&mut endpoint, 0, &[1]).unwrap_err())
-            }
-        },
-    );
-    let lost = Some(Error::PeerLost { peer: 1, step: 0 });
-    // the first rank that fails leaves as well, so the other may lose either
-    assert!(results[1].is_none() && (results[0] == lost || results[2] == lost), "{results:?}");
-    assert!(results.iter().flatten().all(|error| matches!(error, Error::PeerLost { step: 0, .. })));
 }

@@ -51,6 +51,14 @@ pub(crate) fn on_ring<T, R: Send + 'static>(
     results.into_iter().map(|result| result.expect("a rank panicked")).collect()
 }
 
+/// As [`on_ring`], with bare endpoints.
+pub(crate) fn on_threads<R: Send + 'static>(
+    ranks: usize,
+    body: impl Fn(Threads) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    on_ring(ranks, |endpoint| endpoint, body)
+}
+
 /// Runs a test that simulates several ranks, or that starts its own threads, under the same
 /// watchdog.
 ///

@@ -8,8 +8,6 @@ mod agreement;
 mod common;
 mod deadline;
 mod faults;
-mod neighbours;
 mod patterns;
 mod staged;
 mod threads;
-mod wrappers;

@@ -206,19 +206,15 @@ fn a_lost_receiver_or_all_gather_member_is_an_error() {
 fn the_first_abort_reaches_all_ranks_and_its_origin_keeps_its_own_error() {
     let failure = Error::Device { what: "fell over".into() };
     let expected = failure.clone();
-    let errors = on_ring(
-        5,
-        |endpoint| endpoint,
-        move |mut endpoint| {
-            if endpoint.rank() == 3 {
-                endpoint.abort(&failure);
-            }
-            let error = wait_for_error(&mut endpoint);
-            assert_eq!(endpoint.try_all_gather(1).unwrap_err(), error);
-            endpoint.abort(&error);
-            error
-        },
-    );
+    let errors = on_threads(5, move |mut endpoint| {
+        if endpoint.rank() == 3 {
+            endpoint.abort(&failure);
+        }
+        let error = wait_for_error(&mut endpoint);
+        assert_eq!(endpoint.try_all_gather(1).unwrap_err(), error);
+        endpoint.abort(&error);
+        error
+    });
     for (rank, error) in errors.into_iter().enumerate() {
         let aborted = Error::Aborted { rank: 3, what: expected.to_string() };
         assert_eq!(error, if rank == 3 { expected.clone() } else { aborted });
@@ -229,30 +225,24 @@ fn the_first_abort_reaches_all_ranks_and_its_origin_keeps_its_own_error() {
 fn many_all_gathers_at_once_exceed_the_inboxes_and_stay_separate() {
     let ranks = 7;
     let rounds = 40;
-    let gathered = on_ring(
-        ranks,
-        |endpoint| endpoint,
-        move |mut endpoint| {
-            let rank = u8::try_from(endpoint.rank()).unwrap();
-            // far more messages than an inbox holds
-            for round in 0..rounds {
-                endpoint
-                    .start_all_gather(round, &vec![rank; usize::try_from(round).unwrap()])
-                    .unwrap();
-            }
-            assert!(endpoint.start_all_gather(0, &[]).is_err());
-            let mut all = Vec::new();
-            for round in (0..rounds).rev() {
-                all.push(loop {
-                    match endpoint.try_all_gather(round).unwrap() {
-                        Some(parts) => break parts,
-                        None => endpoint.progress(Duration::from_millis(20)).unwrap(),
-                    }
-                });
-            }
-            all
-        },
-    );
+    let gathered = on_threads(ranks, move |mut endpoint| {
+        let rank = u8::try_from(endpoint.rank()).unwrap();
+        // far more messages than an inbox holds
+        for round in 0..rounds {
+            endpoint.start_all_gather(round, &vec![rank; usize::try_from(round).unwrap()]).unwrap();
+        }
+        assert!(endpoint.start_all_gather(0, &[]).is_err());
+        let mut all = Vec::new();
+        for round in (0..rounds).rev() {
+            all.push(loop {
+                match endpoint.try_all_gather(round).unwrap() {
+                    Some(parts) => break parts,
+                    None => endpoint.progress(Duration::from_millis(20)).unwrap(),
+                }
+            });
+        }
+        all
+    });
     for all in gathered {
         for (round, parts) in (0..usize::try_from(rounds).unwrap()).rev().zip(all) {
             assert_eq!(parts, (0..7u8).map(|rank| vec![rank; round]).collect::<Vec<_>>());

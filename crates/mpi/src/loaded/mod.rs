@@ -1,9 +1,5 @@
 //! An MPI that is loaded at run time: a library with the standard ABI, or a shim.
-//!
-//! | content | file |
-//! |---|---|
-//! | its functions, under their names | `functions.rs` |
-//! | types and constants of the standard ABI | `abi.rs` |
+//! `ffi.rs` has its types, constants and functions.
 
 use std::{
     env,
@@ -14,13 +10,7 @@ use std::{
 
 use libloading::Library;
 
-mod abi;
-mod functions;
-
-/// Types, constants and functions of MPI, under the names of the crate `mpi`.
-pub mod ffi {
-    pub use super::{abi::*, functions::*};
-}
+pub mod ffi;
 
 /// Loads MPI at the first call.
 ///
@@ -28,7 +18,7 @@ pub mod ffi {
 /// The text of the reason, if no library can be loaded, if it lacks a function, or if its ABI has
 /// another version. Every call returns the same result.
 pub fn loaded() -> Result<(), String> {
-    functions::table().map(|_| ()).map_err(ToOwned::to_owned)
+    ffi::table().map(|_| ()).map_err(ToOwned::to_owned)
 }
 
 /// Returns a function of MPI that the standard does not have, or `None` if no MPI is loaded or it
