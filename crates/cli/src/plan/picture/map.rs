@@ -4,8 +4,10 @@ use std::ops::Range;
 
 use annulus_core::{Mask, Runs, Spec, index, mask::Key, mask::Query};
 
-use super::svg::{Anchor, Area, Svg, area, at, colour, colour_of_place};
-use crate::plan::rings::Rings;
+use super::{
+    rings::Rings,
+    svg::{Anchor, Area, Svg, area, at, colour, colour_of_place},
+};
 
 /// Approximate number of cells of an axis: about 6 pixels each.
 const CELLS: usize = 96;

@@ -2,13 +2,15 @@
 //! and legend.
 
 mod map;
+mod rings;
 mod svg;
 mod timeline;
 
 use annulus_core::Spec;
 
-use super::{frame::Frame, rings::Rings};
+use super::figures::Figures;
 use crate::report::{bytes, count};
+pub(super) use rings::Rings;
 use svg::{Anchor, Area, Point, Svg, area, at, colour, colour_of_place};
 
 /// Margin of the picture, in pixels like all lengths here.
@@ -23,26 +25,27 @@ const EXCHANGES: f64 = 90.0;
 const READABLE: f64 = 15.0;
 
 /// Draws the plan of `spec`.
-pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
+pub(super) fn draw(spec: &Spec, rings: &Rings, figures: &Figures) -> String {
     let mut svg = Svg::default();
-    let title = &frame.title;
+    let title = &figures.title();
     // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
     svg.heading(at(MARGIN, 46.0), size, title);
-    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &frame.subtitle);
+    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.subtitle());
 
     let top = 92.0;
     map::draw(&mut svg, area(MARGIN, top, MAP, MAP), spec, rings);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, at(right, top), spec, frame);
+    facts(&mut svg, at(right, top), spec, figures);
     legend(&mut svg, at(right, top + 112.0), rings);
-    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, frame);
+    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, figures);
 
     let mut below = top + MAP + 36.0;
     let width = WIDTH - 2.0 * MARGIN;
-    if !frame.passes.is_empty() {
-        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), frame, rings.parts);
+    let passes = figures.passes_in_words();
+    if !passes.is_empty() {
+        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), &passes, rings.parts);
         below += EXCHANGES;
     }
     let height = timeline::height(rings.places());
@@ -51,12 +54,12 @@ pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
 }
 
 /// Draws the predicted bytes and the work as text.
-fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
+fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures) {
     svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
-    let pairs = count(frame.pairs_total as f64);
-    let mut lines = vec![("forward", frame.forward.in_words())];
-    lines.extend(frame.backward.map(|backward| ("backward", backward.in_words())));
+    let pairs = count(figures.pairs_total as f64);
+    let mut lines = vec![("forward", figures.forward.in_words())];
+    lines.extend(figures.backward.map(|backward| ("backward", backward.in_words())));
     lines.push(("work", format!("{pairs} visible pairs, all heads and batch rows")));
     let tensors = format!(
         "batch {}, {} query heads, {} KV heads, dim {}, {}",
@@ -100,12 +103,12 @@ fn legend(svg: &mut Svg, Point { x, y }: Point, rings: &Rings) {
 }
 
 /// Draws a bar for the work and the bytes of each rank.
-fn work(svg: &mut Svg, room: Area, rings: &Rings, frame: &Frame) {
+fn work(svg: &mut Svg, room: Area, rings: &Rings, figures: &Figures) {
     svg.heading(at(room.x, room.y + 14.0), 15.0, "Work of each rank");
-    let most = frame.work_max_over_mean;
-    let bars = &frame.bars;
-    let sampled = if bars.len() < frame.ranks {
-        format!("; 1 of {} ranks", frame.ranks.div_ceil(bars.len().max(1)))
+    let most = figures.work_max_over_mean;
+    let bars = &figures.drawn_ranks;
+    let sampled = if bars.len() < figures.ranks {
+        format!("; 1 of {} ranks", figures.ranks.div_ceil(bars.len().max(1)))
     } else {
         String::new()
     };
@@ -140,7 +143,7 @@ fn work(svg: &mut Svg, room: Area, rings: &Rings, frame: &Frame) {
 
 /// Draws the parts of each pass of a grid: an exchange, the rings, and an exchange of results.
 /// `parts` are those of the heads.
-fn exchanges(svg: &mut Svg, room: Area, frame: &Frame, parts: usize) {
+fn exchanges(svg: &mut Svg, room: Area, passes: &[[String; 3]], parts: usize) {
     svg.heading(at(room.x, room.y), 15.0, "Exchanges around the rings");
     if parts > 1 {
         let note = format!(
@@ -150,7 +153,7 @@ fn exchanges(svg: &mut Svg, room: Area, frame: &Frame, parts: usize) {
         svg.note(at(room.x + 240.0, room.y), &note);
     }
     let width = room.width / 3.0;
-    for (pass, parts) in frame.passes.iter().enumerate() {
+    for (pass, parts) in passes.iter().enumerate() {
         let y = room.y + 12.0 + 28.0 * pass as f64;
         for (index, words) in parts.iter().enumerate() {
             let fill = if index == 1 { "#e3e8f0" } else { "#f1f1f1" };

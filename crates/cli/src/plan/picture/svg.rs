@@ -1,7 +1,7 @@
 //! Writes rectangles and text as SVG, and the colours of ranks and steps.
 //!
 //! Hue: the rank that computes; ranks of a grid that differ only in their heads have the same hue
-//! ([`Rings`](crate::plan::rings::Rings)). Lightness: the ring step.
+//! ([`Rings`](super::rings::Rings)). Lightness: the ring step.
 
 use std::fmt::Write;
 

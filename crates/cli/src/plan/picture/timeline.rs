@@ -1,9 +1,12 @@
 //! Step timeline: one line per rank, of a grid per rank with the first heads; one column per ring
 //! step. Each box has a bar for the work, the owner of the block, and the blocks that are sent.
 
-use super::svg::{Anchor, Area, Svg, area, at, colour};
+use super::{
+    rings::Rings,
+    svg::{Anchor, Area, Svg, area, at, colour},
+};
 use crate::{
-    plan::{limits::MOST_DETAILED_RANKS, program::Send, rings::Rings, step_figures::StepOfRank},
+    plan::ring::{MOST_DETAILED_RANKS, Send, StepOfRank},
     report::bytes,
 };
 
