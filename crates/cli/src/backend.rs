@@ -1,11 +1,15 @@
 //! The backend that `--backend` chooses, opened.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use annulus::{Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup};
+use annulus::{
+    Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup,
+    backend::Cpu,
+    comm::trace::{Trace, TraceLog},
+};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use annulus_core::Control;
-use annulus_core::{Error, Result};
+use annulus_core::{Backend, Error, HostTensors, Result};
 use annulus_cpu::Isa;
 
 #[cfg(feature = "cuda")]
@@ -13,38 +17,8 @@ use crate::gpus::Gpus;
 use crate::{
     arguments::ring::{BackendName, TransportName},
     failure::{Failure, Outcome},
-    job::RankEndpoint,
+    job::{RankBackend, RankEndpoint},
 };
-
-/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
-/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
-/// because the type of the backend differs between the branches.
-macro_rules! with_backend {
-    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
-        match $backend {
-            $crate::backend::BackendChoice::Cpu => {
-                let $make = |endpoint: $crate::job::RankEndpoint| {
-                    Ok::<_, annulus_core::Error>((
-                        annulus::backend::Cpu::new($threads)?,
-                        endpoint.of_host(),
-                    ))
-                };
-                $body
-            }
-            #[cfg(feature = "wgpu")]
-            $crate::backend::BackendChoice::Wgpu(devices) => {
-                let $make = |endpoint: $crate::job::RankEndpoint| devices.rank(endpoint.of_host());
-                $body
-            }
-            #[cfg(feature = "cuda")]
-            $crate::backend::BackendChoice::Cuda(gpus) => {
-                let $make = |endpoint: $crate::job::RankEndpoint| gpus.rank(endpoint);
-                $body
-            }
-        }
-    };
-}
-pub(crate) use with_backend;
 
 /// Opened backend, from which the ranks of this process are created.
 #[derive(Debug)]
@@ -144,10 +118,37 @@ impl BackendChoice {
         setup: &Setup,
         dims: Dims,
     ) -> Result<Plan> {
-        with_backend!(self, threads, make => {
-            let (backend, transport) = make(endpoint)?;
-            Plan::with_backend(setup, dims, backend, transport)
-        })
+        self.of_rank(threads, endpoint, setup, dims, None).map(|(plan, _)| plan)
+    }
+
+    /// As [`BackendChoice::plan`], with a log of its messages, whose time zero is `start`.
+    pub(crate) fn traced_plan(
+        &self,
+        threads: usize,
+        endpoint: RankEndpoint,
+        setup: &Setup,
+        dims: Dims,
+        start: Instant,
+    ) -> Result<(Plan, TraceLog)> {
+        let (plan, log) = self.of_rank(threads, endpoint, setup, dims, Some(start))?;
+        log.map(|log| (plan, log)).ok_or_else(|| Error::internal("a trace has no log"))
+    }
+
+    fn of_rank(
+        &self,
+        threads: usize,
+        endpoint: RankEndpoint,
+        setup: &Setup,
+        dims: Dims,
+        start: Option<Instant>,
+    ) -> Result<(Plan, Option<TraceLog>)> {
+        match self {
+            Self::Cpu => plan((Cpu::new(threads)?, endpoint.of_host()), setup, dims, start),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(devices) => plan(devices.rank(endpoint.of_host())?, setup, dims, start),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpus) => plan(gpus.rank(endpoint)?, setup, dims, start),
+        }
     }
 
     /// Creates one rank of an empty KV cache. On the CPU it has `threads` threads.
@@ -164,7 +165,7 @@ impl BackendChoice {
     ) -> Result<Cache> {
         match self {
             Self::Cpu => {
-                let cpu = annulus::backend::Cpu::new(threads)?;
+                let cpu = Cpu::new(threads)?;
                 Cache::with_backend(attention, runtime, shape, cpu, endpoint.of_host())
             }
             #[cfg(feature = "wgpu")]
@@ -173,13 +174,8 @@ impl BackendChoice {
                 // the abort sends the reason to the ranks that wait for this one
                 let gpu = devices.of_rank(&transport);
                 let gpu = gpu.inspect_err(|error| transport.abort(error))?;
-                Cache::with_backend(
-                    attention,
-                    &Runtime::new(),
-                    shape,
-                    annulus::backend::wgpu::Wgpu::on_host(gpu),
-                    transport,
-                )
+                let wgpu = annulus::backend::wgpu::Wgpu::on_host(gpu);
+                Cache::with_backend(attention, runtime, shape, wgpu, transport)
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(gpus) => {
@@ -190,6 +186,21 @@ impl BackendChoice {
             }
         }
     }
+}
+
+/// Plans a rank, with a log of its messages if there is a `start`.
+fn plan<B: Backend<Space: HostTensors>>(
+    (backend, transport): RankBackend<B>,
+    setup: &Setup,
+    dims: Dims,
+    start: Option<Instant>,
+) -> Result<(Plan, Option<TraceLog>)> {
+    let Some(start) = start else {
+        return Ok((Plan::with_backend(setup, dims, backend, transport)?, None));
+    };
+    let transport = Trace::new(transport, start);
+    let log = transport.log();
+    Ok((Plan::with_backend(setup, dims, backend, transport)?, Some(log)))
 }
 
 /// Error for a backend that this build does not have, with the command that builds it.

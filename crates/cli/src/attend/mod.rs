@@ -1,10 +1,8 @@
 //! `annulus attend`: computes attention of the tensors in a file on a ring of ranks.
 
-mod output;
+pub(crate) mod output;
 mod progress;
-mod ranks;
 mod run;
-pub(crate) mod shared_output;
 mod summary;
 
 use std::path::{Path, PathBuf};
@@ -29,10 +27,11 @@ use crate::{
     input::Input,
     job::Job,
     machine,
+    report::json_line,
     stdout::say,
 };
 pub(crate) use run::AttendRun;
-pub(crate) use summary::AttendSummary;
+use summary::AttendSummary;
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -186,7 +185,7 @@ impl AttendFlags {
         if job.is_leader() {
             match (self.quiet, self.json) {
                 (true, _) => {}
-                (false, true) => say!("{}", summary.json()),
+                (false, true) => say!("{}", json_line(&summary)),
                 (false, false) => summary.print(),
             }
         }

@@ -2,17 +2,13 @@
 
 use std::time::Duration;
 
-use annulus::{Division, LocalRing, Plan, Runtime, Setup};
+use annulus::{Division, LocalRing, Runtime, Setup};
 use annulus_core::{DType, Error, Result};
 use annulus_plan::{HeadGrid, Strategy};
 use annulus_test_cases::{Answer, Case, Expected, WrongArray, facade, golden::Index};
 use ndarray::Dimension;
 
-use crate::{
-    arguments::values::LayoutName,
-    backend::{BackendChoice, with_backend},
-    job::RankEndpoint,
-};
+use crate::{arguments::values::LayoutName, backend::BackendChoice, job::RankEndpoint};
 
 /// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
 /// minute, so a longer silence is a deadlock.
@@ -127,12 +123,10 @@ impl Loaded {
         first: &mut Option<Answer>,
     ) -> Result<Verdict> {
         let setup = ring.setup(&self.case)?;
-        let mut plan = with_backend!(backend, ring.threads, make => {
-            let dims = self.case.spec.dims;
-            LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
-                let (backend, transport) = make(RankEndpoint::Thread(Box::new(endpoint)))?;
-                Plan::with_backend(setup, dims, backend, transport)
-            })
+        let dims = self.case.spec.dims;
+        let mut plan = LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
+            let endpoint = RankEndpoint::Thread(Box::new(endpoint));
+            backend.plan(ring.threads, endpoint, setup, dims)
         })?;
         let mut verdict = Verdict::Passed;
         for answer in facade::compute(&self.case, &mut plan, 1, true)? {

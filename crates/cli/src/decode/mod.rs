@@ -8,8 +8,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use annulus::{Attention, CacheShape, Runtime, comm::Descriptor};
-use annulus_core::{DType, Element, Error, LEAF_ROWS, Run, Runs, SinkShape, index};
+use annulus::{Attention, Cache, CacheShape, Runtime, comm::Descriptor};
+use annulus_core::{DType, Element, Error, LEAF_ROWS, SinkShape, index};
 use clap::Args;
 use half::{bf16, f16};
 
@@ -21,17 +21,18 @@ use crate::{
         ring::TransportName,
         values::{DTypeName, count as from_one, page_rows, ranks, whole},
     },
-    attend::shared_output,
+    attend::output,
     backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
-    file::{PlannedTensor, TensorPart, of_floats},
+    file::PlannedTensor,
     input::Input,
     job::Job,
     memory, message,
+    report::json_line,
     stdout::say,
 };
-use rank::{DecodeRank, DecodeSteps, Decoded};
-use summary::DecodeSummary;
+use rank::{DecodeSteps, decode};
+use summary::{CallSummary, DecodeSummary, TokenSummary};
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -159,7 +160,7 @@ impl DecodeFlags {
         if job.is_leader() {
             match (self.quiet, self.json) {
                 (true, _) => {}
-                (false, true) => say!("{}", summary.json()),
+                (false, true) => say!("{}", json_line(&summary)),
                 (false, false) => summary.print(),
             }
         }
@@ -257,73 +258,46 @@ impl Decoding<'_> {
         let start = job.synchronized_now()?;
         let attention = flags.attention(T::DTYPE, self.sinks);
         let prepared = attention.spec(dims).map_err(|error| input.named(error));
-        let runtime = flags.runtime();
-        let processes = if job.is_mpi() { job.ranks() } else { 1 };
-        let prepared = prepared.and_then(|_| {
-            memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
+        let held = memory::Tensors::of(&dims, T::DTYPE, false).shared_by(job.processes());
+        let prepared = prepared.and_then(|spec| {
+            held.must_fit()?;
+            output::planned(&spec, input, false)
         });
-        job.agree(prepared.map_err(Failure::from))?;
-        let planned =
-            |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
-        let sums = of_floats(T::DTYPE.accumulator());
-        let tensors = [
-            planned(
-                "out",
-                of_floats(T::DTYPE),
-                &[dims.batch, dims.q_len, dims.q_heads, dims.value_dim],
-            ),
-            planned("lse", sums, &[dims.batch, dims.q_heads, dims.q_len]),
-        ];
-        let output = shared_output::open(job, &flags.output, &tensors)?;
+        let tensors = job.agree(prepared.map_err(Failure::from))?;
+        let output = output::open(job, &flags.output, &tensors)?;
 
         let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
             .kv_heads(dims.kv_heads)
             .value_dim(dims.value_dim);
         let page_rows = flags.page_rows(dims.kv_len);
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
+        let runtime = flags.runtime();
         let endpoints = job.endpoints()?;
-        let ranks = job.run_phase(endpoints, |rank, endpoint| {
-            let cache = backend.cache(self.threads, endpoint, &attention, &runtime, shape)?;
-            DecodeRank::new(cache, rank == 0, &dims)
+        let mut caches = job.run_phase(endpoints, |_, endpoint| {
+            backend.cache(self.threads, endpoint, &attention, &runtime, shape)
         })?;
-        let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: DecodeRank<T>| {
-            rank.decode(input, steps, self.sinks).map_err(|error| input.named(error))
+        let page_rows = caches.first().map_or(0, Cache::page_rows);
+        let figures = job.run_phase(&mut caches, |rank, cache| {
+            let output = Some(&output).filter(|_| rank == 0);
+            let decoded = decode::<T>(cache, input, steps, self.sinks, output);
+            decoded.map_err(|error| input.named(error))
         })?;
-
-        let all = Runs::counting(0, dims.q_len as u64);
-        job.run_local_phase(&ranks, |_, rank| {
-            let Some((out, lse)) = rank.results() else { return Ok(()) };
-            output.write_rows("out", 1, &[TensorPart { rows: &all, values: out }], 0)?;
-            output.write_rows("lse", 2, &[TensorPart { rows: &all, values: lse }], 0)
-        })?;
-        let numbers: Vec<f64> = ranks.iter().flat_map(|rank| rank.figures.numbers()).collect();
-        let gathered = job.all_gather_numbers(&numbers)?.concat();
-        shared_output::finish(job, output)?;
+        let ranks = job.all_gather_values(&figures)?.concat();
+        output::finish(job, output)?;
         Ok(DecodeSummary {
+            ranks: ranks.len(),
             threads: self.threads,
             backend: backend.name(),
             dtype: T::DTYPE.name(),
             rows: dims.kv_len,
-            page_rows: ranks.first().map_or(0, |rank| rank.page_rows),
+            page_rows,
             prefill_rows: steps.rows[..steps.prefills].iter().map(ExactSizeIterator::len).sum(),
-            ranks: summary::DecodeFigures::of_numbers(&gathered),
+            prefill: CallSummary::of(ranks.iter().map(|rank| rank.prefill)),
+            tokens: TokenSummary::of(&ranks),
+            per_rank: ranks.iter().map(Into::into).collect(),
             seconds: start.elapsed().as_secs_f64(),
             output: message::path(&flags.output),
             output_bytes: tensors.iter().map(PlannedTensor::bytes).sum(),
         })
     }
-}
-
-/// Returns the rows of `range`, counted from `first`.
-fn rows_from(first: usize, range: Range<usize>) -> Runs {
-    Runs::counting((range.start - first) as i64, (range.end - range.start) as u64)
-}
-
-/// Returns the rows of a tensor's row axis that `own` names relative to `first`.
-fn shifted(own: &Runs, first: usize) -> Runs {
-    let mut rows = Runs::new();
-    for run in own.runs() {
-        rows.push_run(Run { start: run.start + first as i64, ..*run });
-    }
-    rows
 }

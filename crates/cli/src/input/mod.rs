@@ -2,21 +2,16 @@
 
 mod check;
 
-use std::{
-    cell::RefCell,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use annulus::Tensors as Borrowed;
-use annulus_core::{
-    Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape, memory,
-};
-use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
+use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
+use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
 
 use crate::{
     arguments::documents,
     failure::{Outcome, of_file},
-    file::{TensorFile, element_bytes, float},
+    file::{TensorFile, float},
 };
 
 /// Names of input tensors.
@@ -87,20 +82,8 @@ impl<T: Element> Share<T> {
     }
 }
 
-/// One rank's rows of the output gradients.
-#[derive(Debug)]
-pub(crate) struct OutputGradients<T: Element> {
-    /// ∂L/∂out.
-    pub(crate) dout: Array4<T>,
-    dlse: Option<Array3<T::Accumulator>>,
-}
-
-impl<T: Element> OutputGradients<T> {
-    /// Borrows ∂L/∂lse, if the file has it.
-    pub(crate) fn dlse_view(&self) -> Option<ArrayView3<'_, T::Accumulator>> {
-        self.dlse.as_ref().map(|dlse| dlse.view())
-    }
-}
+/// One rank's rows of ∂L/∂out and, if the file has it, of ∂L/∂lse.
+type OutputGradients<T> = (Array4<T>, Option<Array3<<T as Element>::Accumulator>>);
 
 /// (length, tensor) pairs: the tensor that determines each length.
 const LENGTHS: [(&str, &str); 7] = [
@@ -325,7 +308,7 @@ impl Input {
             .has("dlse")
             .then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len]))
             .transpose()?;
-        Ok(OutputGradients { dout, dlse })
+        Ok((dout, dlse))
     }
 
     fn array<T: Element, D: IntoDimension>(
@@ -358,30 +341,17 @@ impl Input {
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
-    /// Reads the dense mask of these query rows line by line and keeps it as bits.
+    /// Reads the dense mask of these query rows, which is kept as bits.
     fn attention_mask(&self, q_rows: &Runs) -> Result<Option<DenseMask>> {
-        const NAME: &str = "attention_mask";
-        let Some(entry) = self.tensors.get(NAME) else { return Ok(None) };
-        let [batch, heads, q_len, kv_len] = [0, 1, 2, 3].map(|axis| entry.shape[axis]);
-        let rows = memory::collect(
-            NAME,
-            annulus_core::index(q_rows.len()),
-            q_rows.iter().map(i64::cast_unsigned),
-        )?;
-        let element = element_bytes(entry.dtype);
-        let line = RefCell::new((None, memory::zeroed::<u8>(NAME, kv_len * element)?));
-        let failed = RefCell::new(None);
-        let mask = DenseMask::try_from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {
-            let (held, bytes) = &mut *line.borrow_mut();
-            let wanted = ((b * heads + h) * q_len) as u64 + rows[q];
-            if *held != Some(wanted) {
-                *held = Some(wanted);
-                if let Err(error) = self.tensors.line(NAME, wanted * kv_len as u64, bytes) {
-                    failed.borrow_mut().get_or_insert(error);
-                }
-            }
-            bytes[k * element..][..element].iter().any(|&byte| byte != 0)
-        })?;
-        failed.into_inner().map_or(Ok(Some(mask)), Err)
+        let name = "attention_mask";
+        let Some(entry) = self.tensors.get(name) else { return Ok(None) };
+        let bits = self.tensors.bits(name, 2, q_rows)?;
+        let rows = annulus_core::index(q_rows.len());
+        let [batch, heads, kv_len] = [0, 1, 3].map(|axis| entry.shape[axis]);
+        let mask = DenseMask::try_from_fn([batch, heads, rows, kv_len], |[b, h, q, k]| {
+            let index = ((b * heads + h) * rows + q) * kv_len + k;
+            bits[index / 64] >> (index % 64) & 1 == 1
+        });
+        mask.map(Some)
     }
 }

@@ -205,8 +205,7 @@ fn planned(recipe: &Recipe) -> Vec<PlannedTensor> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
     let data = of_floats(recipe.dtype);
     let sums = of_floats(recipe.dtype.accumulator());
-    let planned =
-        |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
+    let planned = PlannedTensor::new;
     let mut all = vec![
         planned("query", data, &[batch, q_len, q_heads, head_dim]),
         planned("key", data, &[batch, kv_len, kv_heads, head_dim]),

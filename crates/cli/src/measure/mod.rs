@@ -172,10 +172,9 @@ fn print(machine: &Machine) {
 
 /// Returns the least memory of a node, divided by its ranks.
 fn memory_of_rank(job: &mut Job, ranks_per_node: usize) -> Outcome<u64> {
-    let node = memory::most_bytes().unwrap_or(u64::MAX) as f64;
-    let all = job.all_gather_numbers(&[node])?;
-    let least = all.iter().flatten().copied().fold(f64::INFINITY, f64::min);
-    Ok((least / ranks_per_node.max(1) as f64) as u64)
+    let node = memory::most_bytes().unwrap_or(u64::MAX);
+    let least = job.all_gather_values(&node)?.into_iter().min().unwrap_or(node);
+    Ok(least / ranks_per_node.max(1) as u64)
 }
 
 /// Returns the median of some numbers; 0 if there are none.
