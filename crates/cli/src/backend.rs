@@ -4,21 +4,37 @@ use std::time::{Duration, Instant};
 
 use annulus::{
     Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup,
-    backend::Cpu,
+    backend::{BackendName, Cpu},
     comm::trace::{Trace, TraceLog},
 };
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use annulus_core::Control;
 use annulus_core::{Backend, Error, HostTensors, Result};
 use annulus_cpu::Isa;
+use clap::Args;
 
 #[cfg(feature = "cuda")]
 use crate::gpus::Gpus;
 use crate::{
-    arguments::ring::{BackendName, TransportName},
+    arguments::{
+        ring::TransportName,
+        values::{backend, whole},
+    },
     failure::{Failure, Outcome},
     job::{RankBackend, RankEndpoint},
 };
+
+/// Flags that choose the backend and its device.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct DeviceFlags {
+    /// Compute backend
+    #[arg(long, default_value = "cpu", value_parser = backend())]
+    pub(crate) backend: BackendName,
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node
+    /// use its GPUs in turn; with wgpu the first and those of its kind
+    #[arg(long, value_name = "N", value_parser = whole)]
+    pub(crate) device: Option<usize>,
+}
 
 /// Opened backend, from which the ranks of this process are created.
 #[derive(Debug)]
@@ -62,11 +78,11 @@ impl BackendChoice {
     /// environment variable forces an unknown instruction set or level, or if a device is given for
     /// a backend without devices.
     pub(crate) fn open(
-        name: BackendName,
-        device: Option<usize>,
+        flags: &DeviceFlags,
         transport: TransportName,
         deadline: Duration,
     ) -> Outcome<Self> {
+        let DeviceFlags { backend: name, device } = *flags;
         #[cfg(not(feature = "cuda"))]
         let _: Duration = deadline;
         if transport == TransportName::Nccl {
@@ -74,10 +90,8 @@ impl BackendChoice {
                 return Err(transport.missing());
             }
             if name != BackendName::Cuda {
-                let by = format!(
-                    "backend {}, whose blocks are in host memory; use --backend cuda",
-                    of_flag(name)
-                );
+                let by =
+                    format!("backend {name}, whose blocks are in host memory; use --backend cuda");
                 return Err(Error::unsupported("transport nccl", by).into());
             }
         }
@@ -93,20 +107,15 @@ impl BackendChoice {
                 let opened = annulus::backend::WgpuDevices::find(device);
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
-            #[cfg(not(feature = "wgpu"))]
-            (BackendName::Wgpu, _) => Err(not_in_this_build("wgpu").into()),
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device) => match Gpus::open(device, transport, deadline) {
                 Err(Failure::Library(error)) => Err(of_device(device, error).into()),
                 opened => opened.map(Self::Cuda),
             },
-            #[cfg(not(feature = "cuda"))]
-            (BackendName::Cuda, _) => Err(not_in_this_build("cuda").into()),
+            (missing, _) => Err(not_in_this_build(missing).into()),
         }
     }
-}
 
-impl BackendChoice {
     /// Plans one rank. On the CPU it has `threads` threads.
     ///
     /// # Ordering
@@ -204,8 +213,7 @@ fn plan<B: Backend<Space: HostTensors>>(
 }
 
 /// Error for a backend that this build does not have, with the command that builds it.
-#[cfg(not(all(feature = "wgpu", feature = "cuda")))]
-fn not_in_this_build(backend: &str) -> Error {
+fn not_in_this_build(backend: BackendName) -> Error {
     let with = format!("`cargo build --release -p annulus-cli --features {backend}` adds it");
     Error::unsupported(
         format!("backend {backend}"),
@@ -227,21 +235,8 @@ fn of_device(device: Option<usize>, error: Error) -> Error {
     }
 }
 
-/// Returns a backend's name on the command line.
-const fn of_flag(name: BackendName) -> &'static str {
-    match name {
-        BackendName::Cpu => "cpu",
-        BackendName::Wgpu => "wgpu",
-        BackendName::Cuda => "cuda",
-    }
-}
-
 /// Lists the backends of this build.
-pub(crate) const fn backends() -> &'static str {
-    match (cfg!(feature = "wgpu"), cfg!(feature = "cuda")) {
-        (false, false) => "cpu",
-        (true, false) => "cpu, wgpu",
-        (false, true) => "cpu, cuda",
-        (true, true) => "cpu, wgpu, cuda",
-    }
+pub(crate) fn backends() -> String {
+    let built = BackendName::ALL.into_iter().filter(|name| name.is_built());
+    built.map(BackendName::name).collect::<Vec<_>>().join(", ")
 }

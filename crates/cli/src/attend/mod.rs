@@ -5,7 +5,7 @@ mod progress;
 mod run;
 mod summary;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
 use annulus_core::{Batch, DType, SinkShape};
@@ -15,14 +15,13 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         mask::{MaskFlags, ScoreFlags},
         names::check_strategy,
         option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
         ring::TransportName,
-        values::{DTypeName, LayoutName, ranks},
+        values::{LayoutName, dtype, ranks},
     },
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, of_file},
     input::Input,
     job::Job,
@@ -81,8 +80,8 @@ pub(crate) struct AttendFlags {
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
     /// Element type to compute in. Default: that of query
-    #[arg(long, value_enum)]
-    dtype: Option<DTypeName>,
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
     #[command(flatten)]
     mask: MaskFlags,
     #[command(flatten)]
@@ -124,7 +123,7 @@ struct RingFlags {
 
 impl RingFlags {
     fn open_backend(&self) -> Outcome<BackendChoice> {
-        self.device.open(self.transport, self.runtime.deadline)
+        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
     }
 }
 
@@ -154,7 +153,7 @@ impl AttendFlags {
         let machine = job.agree(machine.map_err(Failure::from))?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
-        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let dtype = self.dtype.unwrap_or(input.dtype);
         job.agree(self.needed_tensors(&input))?;
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
@@ -220,17 +219,6 @@ impl AttendFlags {
             return needed("bias", "--bias-order", "--bias");
         }
         Ok(())
-    }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
-        let machine = self.ring.division.machine.iter().map(|file| ("--machine", file.as_path()));
-        [("--input", self.input.as_path()), ("--output", self.output.as_path())]
-            .into_iter()
-            .chain(trace)
-            .chain(machine)
-            .collect()
     }
 }
 

@@ -3,10 +3,7 @@
 mod rank;
 mod summary;
 
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
+use std::{ops::Range, path::PathBuf};
 
 use annulus::{Attention, Cache, CacheShape, Runtime, comm::Descriptor};
 use annulus_core::{DType, Element, Error, LEAF_ROWS, SinkShape, index};
@@ -15,14 +12,13 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         mask::{MaskFlags, ScoreFlags},
         option_flags::RuntimeFlags,
         ring::TransportName,
-        values::{DTypeName, count as from_one, page_rows, ranks, whole},
+        values::{count as from_one, dtype, page_rows, ranks, whole},
     },
     attend::output,
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, of_file},
     file::PlannedTensor,
     input::Input,
@@ -51,17 +47,6 @@ Examples:
 Rank r of P has the pages r, r + P, r + 2·P … of the keys and values. A token is one all-gather of
 (out, max, sum), whose bytes do not depend on the number of cached rows. With --reproducible results
 have the bits of `attend --reproducible`, and the bytes grow with the pages that queries attend to.";
-
-/// Tensors of an attention over files that a cache has no place for.
-const NOT_CACHED: [&str; 7] = [
-    "attention_mask",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "cum_seqlens_q",
-    "cum_seqlens_k",
-    "q_positions",
-    "kv_positions",
-];
 
 /// Appends the rows of a safetensors file to a KV cache that is sharded over ranks, first a prefill
 /// in chunks, then token by token, and attends with their queries
@@ -92,8 +77,8 @@ pub(crate) struct DecodeFlags {
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
     /// Element type to compute in. Default: that of query
-    #[arg(long, value_enum)]
-    dtype: Option<DTypeName>,
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
     #[command(flatten)]
     device: DeviceFlags,
     /// Transport between ranks. Messages are in host memory, so nccl is refused
@@ -130,7 +115,7 @@ impl DecodeFlags {
             let by = "the KV cache, whose messages are in host memory";
             return Err(Error::unsupported("transport nccl", by).into());
         }
-        self.device.open(self.transport, self.runtime.deadline)
+        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
     }
 
     fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
@@ -149,7 +134,7 @@ impl DecodeFlags {
         job.require_same(fields)?;
         let sinks = input.sinks(self.scores.sinks);
         let sinks = job.agree(sinks.map_err(|error| input.named(error).into()))?;
-        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let dtype = self.dtype.unwrap_or(input.dtype);
         let decoding = Decoding { flags: self, input: &input, steps, sinks, backend, threads };
         let summary = match dtype {
             DType::F64 => decoding.run::<f64>(job),
@@ -224,17 +209,11 @@ impl DecodeFlags {
             None => Ok(()),
         }
     }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        vec![("--input", self.input.as_path()), ("--output", self.output.as_path())]
-    }
 }
 
 /// Refuses tensors that would have no effect.
 fn check_tensors(input: &Input) -> Outcome {
-    let not_cached = NOT_CACHED.into_iter().chain(["bias"]).find(|name| input.has(name));
-    not_cached.map_or(Ok(()), |name| {
+    input.not_cached().map_or(Ok(()), |name| {
         let what = format!("{}: {name}", message::path(input.path()));
         Err(Error::unsupported(what, "the KV cache").into())
     })

@@ -81,23 +81,6 @@ impl TensorFile {
         Ok(Self { path: path.to_owned(), file, metadata, start })
     }
 
-    /// Checks that the tensors of these names have a supported dtype.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] naming the first that has not.
-    pub(crate) fn check_dtypes(&self, names: &[&str]) -> Result<()> {
-        for name in names {
-            if let Some(TensorInfo { dtype, .. }) = self.get(name)
-                && dtype::float(*dtype).is_none()
-                && !dtype::is_integer(*dtype)
-            {
-                let want = "a float of 16, 32 or 64 bits, an integer or bool dtype";
-                return Err(self.invalid(name, format!("dtype {dtype}"), want));
-            }
-        }
-        Ok(())
-    }
-
     /// Creates an error about the tensor `name` of this file.
     fn invalid(
         &self,

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use annulus::Attention;
 use annulus_comm::kv_cache::KvCache;
-use annulus_core::{Backend, Batch, Dims, Error, Placement, Result, Spec};
+use annulus_core::{Backend, Batch, DType, Dims, Error, Placement, Result, Spec};
 use annulus_cpu::Cpu;
 use annulus_plan::{
     CacheShards, Choice, Machine, RingTraffic, Strategy, StrategyTraffic, TrafficOptions,
@@ -27,7 +27,7 @@ use crate::{
         mask::MaskFlags,
         names,
         values::{
-            DTypeName, LayoutName, count as from_one, dim, page_rows, planned_ranks, strategy,
+            LayoutName, ShapeFlags, count as from_one, dtype, page_rows, planned_ranks, strategy,
             whole,
         },
     },
@@ -109,24 +109,11 @@ pub(crate) struct PlanFlags {
     /// that auto chooses are those of a forward pass
     #[arg(long)]
     forward_only: bool,
-    /// Batch rows
-    #[arg(long, value_name = "N", default_value = "1", value_parser = from_one)]
-    batch: usize,
-    /// Query heads
-    #[arg(long, value_name = "N", default_value = "8", value_parser = from_one)]
-    heads: usize,
-    /// KV heads. Default: as many as query heads
-    #[arg(long, value_name = "N", value_parser = from_one)]
-    kv_heads: Option<usize>,
-    /// Dim of queries and keys, 1 to 512
-    #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
-    head_dim: usize,
-    /// Dim of values, 1 to 512. Default: that of queries
-    #[arg(long, value_name = "N", value_parser = dim)]
-    value_dim: Option<usize>,
+    #[command(flatten)]
+    shape: ShapeFlags,
     /// Element type of queries, keys and values
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: DTypeName,
+    #[arg(long, value_parser = dtype(), default_value = "f32")]
+    dtype: DType,
     /// Draw tile map, work of each rank and step timeline as SVG. FILE may be a pipe, a device or
     /// /dev/stdout. For more than 128 ranks the map is a sample, and the timeline shows groups of
     /// ranks; for more than 256 ranks there is no timeline
@@ -146,7 +133,9 @@ const PAGE_ROWS: u64 = KvCache::<Cpu>::PAGE_ROWS;
 
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
-    names::check_different_files(&flags.paths())?;
+    let files = [("--svg", &flags.svg), ("--json", &flags.json), ("--machine", &flags.machine)];
+    let files = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+    names::check_different_files(&files.collect::<Vec<_>>())?;
     let dims = flags.dims()?;
     let named = |error| names::of_flags(error, flags.names());
     let spec = flags.spec(dims).map_err(named)?;
@@ -176,15 +165,7 @@ impl PlanFlags {
             None if self.decode => 1,
             None => documents::rows(&self.mask.documents)?,
         };
-        Ok(Dims {
-            batch: self.batch,
-            q_len,
-            kv_len: self.kv_len.unwrap_or(q_len),
-            q_heads: self.heads,
-            kv_heads: self.kv_heads.unwrap_or(self.heads),
-            head_dim: self.head_dim,
-            value_dim: self.value_dim.unwrap_or(self.head_dim),
-        })
+        Ok(self.shape.dims(q_len, self.kv_len))
     }
 
     /// Flags of arguments that other subcommands set by another flag.
@@ -204,7 +185,7 @@ impl PlanFlags {
 
     fn spec(&self, dims: Dims) -> Result<Spec> {
         let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
-        attention.dtype(self.dtype.into()).spec(dims)
+        attention.dtype(self.dtype).spec(dims)
     }
 
     /// Returns the figures of a token.
@@ -345,11 +326,5 @@ impl PlanFlags {
             print();
         }
         Ok(())
-    }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        let named = [("--svg", &self.svg), ("--json", &self.json), ("--machine", &self.machine)];
-        named.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
     }
 }
