@@ -152,7 +152,10 @@ impl CudaDevices {
     }
 
     /// Returns the GPU of the rank at this end of `transport`.
-    pub(crate) fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_cuda::Cuda> {
+    ///
+    /// # Errors
+    /// As [`CudaDevices::get`].
+    pub fn of_rank<T: Transport<Host>>(&self, transport: &T) -> Result<annulus_cuda::Cuda> {
         let nodes = transport.placement().map(annulus_core::Placement::nodes);
         let index = index_on_node(transport.rank(), nodes);
         self.get(self.device.unwrap_or(index % self.count.max(1)))

@@ -1,50 +1,40 @@
 //! The backend that `--backend` chooses, opened.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use annulus::{Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup};
+use annulus::{
+    Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup,
+    backend::{BackendName, Cpu},
+    comm::trace::{Trace, TraceLog},
+};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use annulus_core::Control;
-use annulus_core::{Error, Result};
+use annulus_core::{Backend, Error, HostTensors, Result};
 use annulus_cpu::Isa;
+use clap::Args;
 
 #[cfg(feature = "cuda")]
 use crate::gpus::Gpus;
 use crate::{
-    arguments::ring::{BackendName, TransportName},
+    arguments::{
+        ring::TransportName,
+        values::{backend, whole},
+    },
     failure::{Failure, Outcome},
-    job::RankEndpoint,
+    job::{RankBackend, RankEndpoint},
 };
 
-/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
-/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
-/// because the type of the backend differs between the branches.
-macro_rules! with_backend {
-    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
-        match $backend {
-            $crate::backend::BackendChoice::Cpu => {
-                let $make = |endpoint: $crate::job::RankEndpoint| {
-                    Ok::<_, annulus_core::Error>((
-                        annulus::backend::Cpu::new($threads)?,
-                        endpoint.of_host(),
-                    ))
-                };
-                $body
-            }
-            #[cfg(feature = "wgpu")]
-            $crate::backend::BackendChoice::Wgpu(devices) => {
-                let $make = |endpoint: $crate::job::RankEndpoint| devices.rank(endpoint.of_host());
-                $body
-            }
-            #[cfg(feature = "cuda")]
-            $crate::backend::BackendChoice::Cuda(gpus) => {
-                let $make = |endpoint: $crate::job::RankEndpoint| gpus.rank(endpoint);
-                $body
-            }
-        }
-    };
+/// Flags that choose the backend and its device.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct DeviceFlags {
+    /// Compute backend
+    #[arg(long, default_value = "cpu", value_parser = backend())]
+    pub(crate) backend: BackendName,
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the ranks of a node
+    /// use its GPUs in turn; with wgpu the first and those of its kind
+    #[arg(long, value_name = "N", value_parser = whole)]
+    pub(crate) device: Option<usize>,
 }
-pub(crate) use with_backend;
 
 /// Opened backend, from which the ranks of this process are created.
 #[derive(Debug)]
@@ -88,11 +78,11 @@ impl BackendChoice {
     /// environment variable forces an unknown instruction set or level, or if a device is given for
     /// a backend without devices.
     pub(crate) fn open(
-        name: BackendName,
-        device: Option<usize>,
+        flags: &DeviceFlags,
         transport: TransportName,
         deadline: Duration,
     ) -> Outcome<Self> {
+        let DeviceFlags { backend: name, device } = *flags;
         #[cfg(not(feature = "cuda"))]
         let _: Duration = deadline;
         if transport == TransportName::Nccl {
@@ -100,10 +90,8 @@ impl BackendChoice {
                 return Err(transport.missing());
             }
             if name != BackendName::Cuda {
-                let by = format!(
-                    "backend {}, whose blocks are in host memory; use --backend cuda",
-                    of_flag(name)
-                );
+                let by =
+                    format!("backend {name}, whose blocks are in host memory; use --backend cuda");
                 return Err(Error::unsupported("transport nccl", by).into());
             }
         }
@@ -119,20 +107,15 @@ impl BackendChoice {
                 let opened = annulus::backend::WgpuDevices::find(device);
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
-            #[cfg(not(feature = "wgpu"))]
-            (BackendName::Wgpu, _) => Err(not_in_this_build("wgpu").into()),
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device) => match Gpus::open(device, transport, deadline) {
                 Err(Failure::Library(error)) => Err(of_device(device, error).into()),
                 opened => opened.map(Self::Cuda),
             },
-            #[cfg(not(feature = "cuda"))]
-            (BackendName::Cuda, _) => Err(not_in_this_build("cuda").into()),
+            (missing, _) => Err(not_in_this_build(missing).into()),
         }
     }
-}
 
-impl BackendChoice {
     /// Plans one rank. On the CPU it has `threads` threads.
     ///
     /// # Ordering
@@ -144,10 +127,37 @@ impl BackendChoice {
         setup: &Setup,
         dims: Dims,
     ) -> Result<Plan> {
-        with_backend!(self, threads, make => {
-            let (backend, transport) = make(endpoint)?;
-            Plan::with_backend(setup, dims, backend, transport)
-        })
+        self.of_rank(threads, endpoint, setup, dims, None).map(|(plan, _)| plan)
+    }
+
+    /// As [`BackendChoice::plan`], with a log of its messages, whose time zero is `start`.
+    pub(crate) fn traced_plan(
+        &self,
+        threads: usize,
+        endpoint: RankEndpoint,
+        setup: &Setup,
+        dims: Dims,
+        start: Instant,
+    ) -> Result<(Plan, TraceLog)> {
+        let (plan, log) = self.of_rank(threads, endpoint, setup, dims, Some(start))?;
+        log.map(|log| (plan, log)).ok_or_else(|| Error::internal("a trace has no log"))
+    }
+
+    fn of_rank(
+        &self,
+        threads: usize,
+        endpoint: RankEndpoint,
+        setup: &Setup,
+        dims: Dims,
+        start: Option<Instant>,
+    ) -> Result<(Plan, Option<TraceLog>)> {
+        match self {
+            Self::Cpu => plan((Cpu::new(threads)?, endpoint.of_host()), setup, dims, start),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(devices) => plan(devices.rank(endpoint.of_host())?, setup, dims, start),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpus) => plan(gpus.rank(endpoint)?, setup, dims, start),
+        }
     }
 
     /// Creates one rank of an empty KV cache. On the CPU it has `threads` threads.
@@ -164,7 +174,7 @@ impl BackendChoice {
     ) -> Result<Cache> {
         match self {
             Self::Cpu => {
-                let cpu = annulus::backend::Cpu::new(threads)?;
+                let cpu = Cpu::new(threads)?;
                 Cache::with_backend(attention, runtime, shape, cpu, endpoint.of_host())
             }
             #[cfg(feature = "wgpu")]
@@ -173,13 +183,8 @@ impl BackendChoice {
                 // the abort sends the reason to the ranks that wait for this one
                 let gpu = devices.of_rank(&transport);
                 let gpu = gpu.inspect_err(|error| transport.abort(error))?;
-                Cache::with_backend(
-                    attention,
-                    &Runtime::new(),
-                    shape,
-                    annulus::backend::wgpu::Wgpu::on_host(gpu),
-                    transport,
-                )
+                let wgpu = annulus::backend::wgpu::Wgpu::on_host(gpu);
+                Cache::with_backend(attention, runtime, shape, wgpu, transport)
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(gpus) => {
@@ -192,9 +197,23 @@ impl BackendChoice {
     }
 }
 
+/// Plans a rank, with a log of its messages if there is a `start`.
+fn plan<B: Backend<Space: HostTensors>>(
+    (backend, transport): RankBackend<B>,
+    setup: &Setup,
+    dims: Dims,
+    start: Option<Instant>,
+) -> Result<(Plan, Option<TraceLog>)> {
+    let Some(start) = start else {
+        return Ok((Plan::with_backend(setup, dims, backend, transport)?, None));
+    };
+    let transport = Trace::new(transport, start);
+    let log = transport.log();
+    Ok((Plan::with_backend(setup, dims, backend, transport)?, Some(log)))
+}
+
 /// Error for a backend that this build does not have, with the command that builds it.
-#[cfg(not(all(feature = "wgpu", feature = "cuda")))]
-fn not_in_this_build(backend: &str) -> Error {
+fn not_in_this_build(backend: BackendName) -> Error {
     let with = format!("`cargo build --release -p annulus-cli --features {backend}` adds it");
     Error::unsupported(
         format!("backend {backend}"),
@@ -216,21 +235,8 @@ fn of_device(device: Option<usize>, error: Error) -> Error {
     }
 }
 
-/// Returns a backend's name on the command line.
-const fn of_flag(name: BackendName) -> &'static str {
-    match name {
-        BackendName::Cpu => "cpu",
-        BackendName::Wgpu => "wgpu",
-        BackendName::Cuda => "cuda",
-    }
-}
-
 /// Lists the backends of this build.
-pub(crate) const fn backends() -> &'static str {
-    match (cfg!(feature = "wgpu"), cfg!(feature = "cuda")) {
-        (false, false) => "cpu",
-        (true, false) => "cpu, wgpu",
-        (false, true) => "cpu, cuda",
-        (true, true) => "cpu, wgpu, cuda",
-    }
+pub(crate) fn backends() -> String {
+    let built = BackendName::ALL.into_iter().filter(|name| name.is_built());
+    built.map(BackendName::name).collect::<Vec<_>>().join(", ")
 }

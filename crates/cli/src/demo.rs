@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use annulus::{Attention, Division, Setup};
+use annulus::{Attention, Division, Setup, backend::BackendName};
 use annulus_core::{
     Batch, DType, Dims, Error, Runs,
     oracle::{Problem, forward_rows},
@@ -15,11 +15,11 @@ use tempfile::TempDir;
 use crate::{
     arguments::{
         documents, names,
-        ring::{BackendName, TransportName, threads_per_rank},
+        ring::{TransportName, threads_per_rank},
         values::{LayoutName, count, ranks},
     },
     attend::AttendRun,
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, io},
     file::TensorFile,
     input::Input,
@@ -102,17 +102,12 @@ impl DemoFlags {
             None => Ok(()),
         }
     }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        self.dir.iter().map(|folder| ("--dir", folder.as_path())).collect()
-    }
 }
 
 /// Runs `annulus demo`.
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
-    let backend =
-        BackendChoice::open(BackendName::Cpu, None, TransportName::Threads, DEFAULT_DEADLINE)?;
+    let device = DeviceFlags { backend: BackendName::Cpu, device: None };
+    let backend = BackendChoice::open(&device, TransportName::Threads, DEFAULT_DEADLINE)?;
     let (tokens, length) = (flags.tokens()?, flags.length());
     let dims = Dims { kv_heads: 2, ..Dims::new(1, tokens, 8, 64) };
     let named = |error| names::of_flags(error, length);
@@ -134,8 +129,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
             (made.path().to_owned(), Some(made))
         }
     };
-    let documents = flags.documents.clone();
-    let recipe = Recipe { documents, ..Recipe::new(dims, DType::F32, 0) };
+    let recipe = Recipe::new(&dims, &flags.documents);
     let [input, output] = FILES.map(|name| folder.join(name));
     // out has the size of query, and the input is larger than query: twice the input is enough
     must_fit_on_disk(&input, bytes(&recipe).saturating_mul(2)).map_err(named)?;

@@ -129,6 +129,11 @@ pub(crate) fn of_file(
     Error::invalid(format!("{}: {}", message::path(path), message::name(argument)), got, want)
 }
 
+/// True if the error of a rank only repeats that of another.
+pub(crate) const fn is_echo(error: &Error) -> bool {
+    matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
+}
+
 /// Formats an error as one line, without advice.
 pub(crate) fn text(error: &Error) -> String {
     one_line(&error.to_string())

@@ -40,7 +40,7 @@ mod report;
 mod stdout;
 mod trace;
 
-use std::{path::Path, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -87,35 +87,19 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let parsed = arguments::with_negative_numbers(CommandLine::command())
-        .try_get_matches()
-        .and_then(|matches| CommandLine::from_arg_matches(&matches));
-    let command = match parsed {
-        Ok(line) => line.command,
+    let mut definition = arguments::with_negative_numbers(CommandLine::command());
+    let parsed = definition.try_get_matches_from_mut(std::env::args_os()).and_then(|matches| {
+        let line = CommandLine::from_arg_matches(&matches)?;
+        Ok((line.command, names::paths(&definition, &matches)))
+    });
+    let (command, paths) = match parsed {
+        Ok(parsed) => parsed,
         Err(error) => return refuse(&error),
     };
     interrupt::watch();
-    match run(&command).map_err(|failure| names::of_paths(failure, &command.paths())) {
+    match run(&command).map_err(|failure| names::of_paths(failure, &paths)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
-    }
-}
-
-impl Command {
-    /// Paths that flags name, so that an error about one of them can name the flag.
-    fn paths(&self) -> Vec<(&'static str, &Path)> {
-        match self {
-            Self::Attend(flags) => flags.paths(),
-            Self::Decode(flags) => flags.paths(),
-            Self::Check(flags) => flags.paths(),
-            Self::Plan(flags) => flags.paths(),
-            Self::Bench(flags) => flags.paths(),
-            Self::Make(flags) => flags.paths(),
-            Self::Measure(flags) => flags.paths(),
-            Self::Demo(flags) => flags.paths(),
-            Self::Trace(command) => command.paths(),
-            Self::Doctor(_) | Self::Completions(_) => Vec::new(),
-        }
     }
 }
 

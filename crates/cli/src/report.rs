@@ -61,6 +61,12 @@ pub(crate) fn warn_of_silence(
     }
 }
 
+/// Formats a summary as one line of JSON.
+pub(crate) fn json_line(summary: &impl serde::Serialize) -> String {
+    // cannot fail: all keys are strings
+    serde_json::to_string(summary).unwrap_or_default()
+}
+
 /// Formats bytes in binary units with three digits.
 pub(crate) fn bytes(bytes: impl Into<u128>) -> String {
     scaled(bytes.into() as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])

@@ -1,9 +1,10 @@
 //! Names the flag in errors of the library that a flag's value has caused.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use annulus_core::{Dims, Error};
 use annulus_plan::{HeadGrid, Strategy};
+use clap::{ArgMatches, Command};
 
 use super::option_flags::FLAGS;
 use crate::{
@@ -45,14 +46,32 @@ pub(crate) fn check_strategy(strategy: Strategy, dims: &Dims, ranks: usize) -> O
     Ok(HeadGrid::of(dims, ranks, strategy).map(drop)?)
 }
 
+/// Returns the paths that flags of a command line name, with the names of the flags.
+pub(crate) fn paths(command: &Command, matches: &ArgMatches) -> Vec<(String, PathBuf)> {
+    let subcommand = matches.subcommand();
+    let found = subcommand.and_then(|(name, of)| Some((command.find_subcommand(name)?, of)));
+    let Some((command, matches)) = found else { return Vec::new() };
+    let mut all = paths(command, matches);
+    for argument in command.get_arguments() {
+        let of_value = argument.get_value_names().and_then(|names| names.first());
+        let name = match (argument.get_long(), of_value) {
+            (Some(long), _) => format!("--{long}"),
+            (None, name) => name.map(ToString::to_string).unwrap_or_default(),
+        };
+        let values = matches.try_get_many::<PathBuf>(argument.get_id().as_str());
+        all.extend(values.into_iter().flatten().flatten().map(|path| (name.clone(), path.clone())));
+    }
+    all
+}
+
 /// Adds the flag to an error of a file whose path is the value of a flag, or of several flags.
-pub(crate) fn of_paths(failure: Failure, flags: &[(&str, &Path)]) -> Failure {
+pub(crate) fn of_paths(failure: Failure, flags: &[(String, PathBuf)]) -> Failure {
     let Failure::Library(Error::Io { path, what }) = failure else { return failure };
     let is_failed = |of_flag: &Path| {
         message::path(of_flag) == path
             || std::fs::canonicalize(of_flag).is_ok_and(|found| message::path(&found) == path)
     };
-    let named = flags.iter().filter(|(_, of_flag)| is_failed(of_flag)).map(|(flag, _)| *flag);
+    let named = flags.iter().filter(|(_, of_flag)| is_failed(of_flag)).map(|(flag, _)| &flag[..]);
     let words: Vec<&str> = named.chain([path.as_str()]).collect();
     Failure::Library(Error::Io { path: words.join(" "), what })
 }
@@ -106,10 +125,11 @@ mod tests {
     fn files_of_flags_are_named_with_the_flag() {
         let error =
             |path: &str| Failure::Library(Error::Io { path: path.into(), what: "broken".into() });
-        let flags = [("--input", Path::new("a.st")), ("--output", Path::new("b.st"))];
+        let flag = |name: &str, path: &str| (name.to_owned(), PathBuf::from(path));
+        let flags = [flag("--input", "a.st"), flag("--output", "b.st")];
         assert!(of_paths(error("b.st"), &flags).text().starts_with("--output b.st: broken"));
         assert!(of_paths(error("c.st"), &flags).text().starts_with("c.st: broken"));
-        let both = [("--input", Path::new("a.st")), ("--machine", Path::new("a.st"))];
+        let both = [flag("--input", "a.st"), flag("--machine", "a.st")];
         assert!(of_paths(error("a.st"), &both).text().starts_with("--input --machine a.st: "));
     }
 }

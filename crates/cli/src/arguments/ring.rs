@@ -1,4 +1,4 @@
-//! Flags that choose the backend, the transport and the number of threads.
+//! Flags that choose the transport and the number of threads.
 
 use annulus_core::Error;
 use clap::ValueEnum;
@@ -7,17 +7,6 @@ use crate::{
     failure::{Failure, Outcome},
     launcher::{self, LaunchedRank},
 };
-
-/// Names of backends, including those that this build does not have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BackendName {
-    /// Host memory and SIMD.
-    Cpu,
-    /// Any GPU through WebGPU.
-    Wgpu,
-    /// NVIDIA GPUs.
-    Cuda,
-}
 
 /// Names of transports, including those that this build does not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -2,11 +2,13 @@
 
 use std::{str::FromStr, time::Duration};
 
-use annulus::{Attention, Division, comm::deadline};
+use annulus::{Attention, Division, backend::BackendName, comm::deadline};
 use annulus_core::{Batch, DType, Dims, Placement, Result as LibraryResult, Spec};
 use annulus_plan::{Choice, Layout, Strategy};
-use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
+use clap::{
+    Args, ValueEnum,
+    builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
+};
 
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
 const MOST_PLANNED_RANKS: usize = 1 << 16;
@@ -46,29 +48,34 @@ impl std::fmt::Display for WindowSides {
     }
 }
 
-/// Names of element types.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum DTypeName {
-    /// 64-bit IEEE, accumulated in f64.
-    F64,
-    /// 32-bit IEEE, accumulated in f32.
-    F32,
-    /// bfloat16, accumulated in f32.
-    Bf16,
-    /// 16-bit IEEE, accumulated in f32.
-    F16,
+/// Returns the parser of an element type.
+pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
+    one_of([
+        (DType::F64, DType::F64.name(), "64-bit IEEE, accumulated in f64"),
+        (DType::F32, DType::F32.name(), "32-bit IEEE, accumulated in f32"),
+        (DType::Bf16, DType::Bf16.name(), "bfloat16, accumulated in f32"),
+        (DType::F16, DType::F16.name(), "16-bit IEEE, accumulated in f32"),
+    ])
 }
 
-impl From<DTypeName> for DType {
-    fn from(name: DTypeName) -> Self {
-        match name {
-            DTypeName::F64 => Self::F64,
-            DTypeName::F32 => Self::F32,
-            DTypeName::Bf16 => Self::Bf16,
-            DTypeName::F16 => Self::F16,
-        }
-    }
+/// Returns the parser of a backend, which this build may not have.
+pub(crate) fn backend() -> impl TypedValueParser<Value = BackendName> {
+    one_of([
+        (BackendName::Cpu, BackendName::Cpu.name(), "Host memory and SIMD"),
+        (BackendName::Wgpu, BackendName::Wgpu.name(), "Any GPU through WebGPU"),
+        (BackendName::Cuda, BackendName::Cuda.name(), "NVIDIA GPUs"),
+    ])
+}
+
+/// Returns the parser of values by name, each with its help.
+fn one_of<T: Copy + Send + Sync + 'static, const N: usize>(
+    all: [(T, &'static str, &'static str); N],
+) -> impl TypedValueParser<Value = T> {
+    let names = all.map(|(_, name, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(names).try_map(move |text| {
+        let found = all.iter().find(|(_, name, _)| *name == text);
+        found.map(|(value, ..)| *value).ok_or("want one of the possible values")
+    })
 }
 
 /// Names of layouts.
@@ -119,6 +126,41 @@ impl LayoutName {
         let fixed = self.layout();
         let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
         Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ())
+    }
+}
+
+/// Flags of the lengths of a problem besides those of its sequences.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ShapeFlags {
+    /// Batch rows
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count)]
+    pub(crate) batch: usize,
+    /// Query heads
+    #[arg(long, value_name = "N", default_value = "8", value_parser = count)]
+    pub(crate) heads: usize,
+    /// KV heads. Default: as many as query heads
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) kv_heads: Option<usize>,
+    /// Dim of queries and keys, 1 to 512
+    #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
+    pub(crate) head_dim: usize,
+    /// Dim of values, 1 to 512. Default: that of queries
+    #[arg(long, value_name = "N", value_parser = dim)]
+    pub(crate) value_dim: Option<usize>,
+}
+
+impl ShapeFlags {
+    /// Returns the lengths of a problem with these sequences.
+    pub(crate) fn dims(&self, q_len: usize, kv_len: Option<usize>) -> Dims {
+        Dims {
+            batch: self.batch,
+            q_len,
+            kv_len: kv_len.unwrap_or(q_len),
+            q_heads: self.heads,
+            kv_heads: self.kv_heads.unwrap_or(self.heads),
+            head_dim: self.head_dim,
+            value_dim: self.value_dim.unwrap_or(self.head_dim),
+        }
     }
 }
 

@@ -1,13 +1,11 @@
 //! `annulus attend`: computes attention of the tensors in a file on a ring of ranks.
 
-mod output;
+pub(crate) mod output;
 mod progress;
-mod ranks;
 mod run;
-pub(crate) mod shared_output;
 mod summary;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
 use annulus_core::{Batch, DType, SinkShape};
@@ -17,22 +15,22 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         mask::{MaskFlags, ScoreFlags},
         names::check_strategy,
         option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
         ring::TransportName,
-        values::{DTypeName, LayoutName, ranks},
+        values::{LayoutName, dtype, ranks},
     },
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, of_file},
     input::Input,
     job::Job,
     machine,
+    report::json_line,
     stdout::say,
 };
 pub(crate) use run::AttendRun;
-pub(crate) use summary::AttendSummary;
+use summary::AttendSummary;
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -82,8 +80,8 @@ pub(crate) struct AttendFlags {
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
     /// Element type to compute in. Default: that of query
-    #[arg(long, value_enum)]
-    dtype: Option<DTypeName>,
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
     #[command(flatten)]
     mask: MaskFlags,
     #[command(flatten)]
@@ -125,7 +123,7 @@ struct RingFlags {
 
 impl RingFlags {
     fn open_backend(&self) -> Outcome<BackendChoice> {
-        self.device.open(self.transport, self.runtime.deadline)
+        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
     }
 }
 
@@ -155,7 +153,7 @@ impl AttendFlags {
         let machine = job.agree(machine.map_err(Failure::from))?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
-        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let dtype = self.dtype.unwrap_or(input.dtype);
         job.agree(self.needed_tensors(&input))?;
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
@@ -186,7 +184,7 @@ impl AttendFlags {
         if job.is_leader() {
             match (self.quiet, self.json) {
                 (true, _) => {}
-                (false, true) => say!("{}", summary.json()),
+                (false, true) => say!("{}", json_line(&summary)),
                 (false, false) => summary.print(),
             }
         }
@@ -221,17 +219,6 @@ impl AttendFlags {
             return needed("bias", "--bias-order", "--bias");
         }
         Ok(())
-    }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
-        let machine = self.ring.division.machine.iter().map(|file| ("--machine", file.as_path()));
-        [("--input", self.input.as_path()), ("--output", self.output.as_path())]
-            .into_iter()
-            .chain(trace)
-            .chain(machine)
-            .collect()
     }
 }
 

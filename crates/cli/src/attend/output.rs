@@ -1,13 +1,51 @@
-//! Output file: its tensors, and each rank's rows of them.
+//! Output file that all ranks of a job write: its tensors, and each rank's rows of them.
 
-use annulus::{Backward, Forward};
-use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
+use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
+
+use annulus::{Backward, Forward, comm::Descriptor};
+use annulus_core::{Dims, Element, Error, Fingerprint, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
+    failure::{Failure, Outcome},
     file::{OutputFile, PlannedTensor, TensorPart, of_floats},
     input::Input,
+    job::Job,
 };
+
+/// Opens the output file of all ranks: rank 0 creates it, the others open it by its temporary name.
+///
+/// # Ordering
+/// Collective over the processes of the job.
+pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[PlannedTensor]) -> Outcome<OutputFile> {
+    // paths of its folder may differ between nodes
+    let name = target.file_name().unwrap_or_default();
+    let name = Fingerprint::new().bytes(name.as_bytes()).finish();
+    job.require_same(Descriptor::new().field_as("output", name, target.display()))?;
+    let made =
+        if job.is_leader() { OutputFile::create(target, tensors).map(Some) } else { Ok(None) };
+    let made = job.agree(made.map_err(Failure::from))?;
+    let mine = made.as_ref().map(OutputFile::temporary_name).unwrap_or_default();
+    let names = job.all_gather(mine.as_bytes())?;
+    let name = OsStr::from_bytes(names.first().map_or(&[], Vec::as_slice));
+    let opened = made.map_or_else(|| OutputFile::join(target, tensors, name), Ok);
+    job.agree(opened.map_err(Failure::from))
+}
+
+/// Gives the output file its name once the data of all ranks is on the disk.
+///
+/// # Ordering
+/// Collective over the processes of the job.
+pub(crate) fn finish(job: &mut Job, output: OutputFile) -> Outcome {
+    job.run_local_phase([&output], |_, output| output.sync())?;
+    if job.is_leader() {
+        let finished = output.finish();
+        return job.agree(finished.map_err(Failure::from));
+    }
+    job.agree(Ok(()))?;
+    output.release();
+    Ok(())
+}
 
 /// Arrays of one rank's pass, with the rows that it owns.
 #[derive(Debug)]
@@ -21,72 +59,64 @@ pub(super) struct Given<'a, G> {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] with `backward` if the input has no `dout`.
-pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<PlannedTensor>> {
+pub(crate) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<PlannedTensor>> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
     let data = of_floats(spec.dtype);
     let sums = of_floats(spec.dtype.accumulator());
-    let planned =
-        |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
     let rows = [batch, q_heads, q_len];
     let mut all = vec![
-        planned("out", data, &[batch, q_len, q_heads, value_dim]),
-        planned("lse", sums, &rows),
+        PlannedTensor::new("out", data, &[batch, q_len, q_heads, value_dim]),
+        PlannedTensor::new("lse", sums, &rows),
     ];
     if !spec.normalize {
-        all.extend([planned("max", sums, &rows), planned("sum", sums, &rows)]);
+        all.push(PlannedTensor::new("max", sums, &rows));
+        all.push(PlannedTensor::new("sum", sums, &rows));
     }
     if backward {
-        if !input.has("dout") {
-            let want =
-                "a tensor named dout, or no --backward (`annulus make --backward` writes one)";
-            return Err(Error::invalid("dout", "no such tensor", want));
-        }
         input.tensors().need("dout", 4)?;
-        all.push(planned("dq", data, &[batch, q_len, q_heads, head_dim]));
-        all.push(planned("dk", data, &[batch, kv_len, kv_heads, head_dim]));
-        all.push(planned("dv", data, &[batch, kv_len, kv_heads, value_dim]));
+        all.push(PlannedTensor::new("dq", data, &[batch, q_len, q_heads, head_dim]));
+        all.push(PlannedTensor::new("dk", data, &[batch, kv_len, kv_heads, head_dim]));
+        all.push(PlannedTensor::new("dv", data, &[batch, kv_len, kv_heads, value_dim]));
         for (name, of) in [("dbias", "bias"), ("dsoftmax_aux", "softmax_aux")] {
             if let Some(entry) = input.tensors().get(of) {
-                all.push(planned(name, sums, &entry.shape));
+                all.push(PlannedTensor::new(name, sums, &entry.shape));
             }
         }
     }
     Ok(all)
 }
 
-/// Writes the arrays of a forward pass: the part of rank number `own` of this process.
+/// Writes the arrays of a forward pass of the ranks of this process.
 pub(super) fn write_forward<T: Element>(
     output: &OutputFile,
     all: &[Given<'_, Forward<T>>],
-    own: usize,
 ) -> Result<()> {
-    write(output, "out", 1, own, all, |of| Some((of.q_rows, &of.arrays.out)))?;
-    write(output, "lse", 2, own, all, |of| Some((of.q_rows, &of.arrays.lse)))?;
+    write(output, "out", 1, all, |of| Some((of.q_rows, &of.arrays.out)))?;
+    write(output, "lse", 2, all, |of| Some((of.q_rows, &of.arrays.lse)))?;
     // the file has the maximum and the sum of an output that is not normalised
     if all.iter().all(|of| of.arrays.ties.is_none()) {
         return Ok(());
     }
-    write(output, "max", 2, own, all, |of| Some((of.q_rows, of.arrays.max.as_ref()?)))?;
-    write(output, "sum", 2, own, all, |of| Some((of.q_rows, of.arrays.sum.as_ref()?)))
+    write(output, "max", 2, all, |of| Some((of.q_rows, of.arrays.max.as_ref()?)))?;
+    write(output, "sum", 2, all, |of| Some((of.q_rows, of.arrays.sum.as_ref()?)))
 }
 
-/// Writes the gradients: the part of rank number `own` of this process, which has `rank` on the
-/// ring. Gradients that are equal on all ranks are written by rank 0.
+/// Writes the gradients of the ranks of this process. Gradients that are equal on all ranks are
+/// written by the process with rank 0, the `leader`.
 pub(super) fn write_backward<T: Element>(
     output: &OutputFile,
     spec: &Spec,
     all: &[Given<'_, Backward<T>>],
-    own: usize,
-    rank: usize,
+    leader: bool,
 ) -> Result<()> {
-    write(output, "dq", 1, own, all, |of| Some((of.q_rows, &of.arrays.dq)))?;
-    write(output, "dk", 1, own, all, |of| Some((of.kv_rows, &of.arrays.dk)))?;
-    write(output, "dv", 1, own, all, |of| Some((of.kv_rows, &of.arrays.dv)))?;
+    write(output, "dq", 1, all, |of| Some((of.q_rows, &of.arrays.dq)))?;
+    write(output, "dk", 1, all, |of| Some((of.kv_rows, &of.arrays.dk)))?;
+    write(output, "dv", 1, all, |of| Some((of.kv_rows, &of.arrays.dv)))?;
     let summed = spec.bias.is_some_and(|shape| shape[2] == 1);
     if !summed {
-        write(output, "dbias", 2, own, all, |of| Some((of.q_rows, of.arrays.dbias.as_ref()?)))?;
+        write(output, "dbias", 2, all, |of| Some((of.q_rows, of.arrays.dbias.as_ref()?)))?;
     }
-    let Some(of) = all.get(own).filter(|_| rank == 0) else { return Ok(()) };
+    let Some(of) = all.first().filter(|_| leader) else { return Ok(()) };
     if let Some(dbias) = of.arrays.dbias.as_ref().filter(|_| summed) {
         output.write_flat("dbias", 0, dense("dbias", dbias)?)?;
     }
@@ -96,19 +126,17 @@ pub(super) fn write_backward<T: Element>(
     Ok(())
 }
 
-/// Writes one tensor: the part of rank number `own`. `array` returns the rows and values of a rank,
-/// or `None` if there are none.
+/// Writes one tensor. `array` returns the rows and values of a rank, or `None` if there are none.
 fn write<'a, G, T: Element, D: Dimension + 'a>(
     output: &OutputFile,
     name: &str,
     axis: usize,
-    own: usize,
     all: &'a [Given<'a, G>],
     array: impl Fn(&'a Given<'a, G>) -> Option<(&'a Runs, &'a Array<T, D>)>,
 ) -> Result<()> {
     let part = |(rows, array)| Ok(TensorPart { rows, values: dense(name, array)? });
     let parts = all.iter().filter_map(array).map(part).collect::<Result<Vec<_>>>()?;
-    if parts.is_empty() { Ok(()) } else { output.write_rows(name, axis, &parts, own) }
+    if parts.is_empty() { Ok(()) } else { output.write_rows(name, axis, &parts) }
 }
 
 fn dense<'a, T, D: Dimension>(name: &str, array: &'a Array<T, D>) -> Result<&'a [T]> {

@@ -79,7 +79,7 @@ mod tests {
     use ndarray::Array4;
 
     use super::*;
-    use crate::attend::ranks::blocks;
+    use crate::attend::run::blocks;
 
     /// Returns (counted, planned) numbers of blocks of a forward and of a backward pass.
     fn counted(setup: &Setup, ranks: usize, len: usize) -> [(u64, usize); 2] {

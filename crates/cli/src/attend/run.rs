@@ -6,26 +6,26 @@
 use std::{path::Path, time::Instant};
 
 use annulus::{
-    Plan, Setup,
-    comm::{Descriptor, trace::Trace},
+    Plan, Report, Setup,
+    comm::{Descriptor, trace::TraceLog},
 };
-use annulus_core::{Backend, Control, Element, HostTensors, Result, Rows, Side, SinkShape, Spec};
+use annulus_core::{Batch, Element, Result, Side, SinkShape, Spec};
+use annulus_plan::Strategy;
 
 use super::{
-    output::{planned, write_backward, write_forward},
+    output::{self, Given},
     progress::Progress,
-    ranks::{self, AttendRank, PlannedRank},
-    shared_output,
-    summary::{AttendFigures, AttendSummary, PassSummary},
+    summary::{AttendFigures, AttendSummary, PassFigures, PassSummary},
 };
 use crate::{
-    backend::{BackendChoice, with_backend},
+    backend::BackendChoice,
     failure::{Failure, Outcome},
-    file::{self, OutputFile},
-    input::Input,
-    job::{Job, RankBackend},
-    memory, message, pairs,
-    report::{self, complain},
+    file::{OutputFile, PlannedTensor},
+    input::{Input, Share},
+    job::Job,
+    memory::{self, peak_bytes},
+    message, pairs,
+    report::{complain, warn_of_silence},
     trace::{RunId, Traces},
 };
 
@@ -52,6 +52,18 @@ pub(crate) struct AttendRun<'a> {
     pub(crate) quiet: bool,
 }
 
+/// Rank of this process.
+struct AttendRank<T: Element> {
+    plan: Plan,
+    log: TraceLog,
+    batch: Batch,
+    share: Share<T>,
+    /// Visible pairs of its queries, all heads and batch rows.
+    pairs: f64,
+    /// Reports of the passes so far.
+    reports: Vec<Report>,
+}
+
 impl AttendRun<'_> {
     /// Computes attention in `T`. The output file appears if and only if all phases succeed.
     ///
@@ -74,34 +86,67 @@ impl AttendRun<'_> {
             .field("trace", self.trace.is_some().into());
         job.require_same(fields)?;
         let start = job.synchronized_now()?;
-        let processes = if job.is_mpi() { job.ranks() } else { 1 };
-        let prepared = self.prepare().and_then(|(spec, tensors)| {
-            self.tensors_held(&spec, processes).must_fit()?;
-            Ok((spec, tensors))
-        });
+        let prepared = self.prepare(job.processes());
         let (spec, tensors) = job.agree(prepared.map_err(Failure::from))?;
-        let output = shared_output::open(job, self.output, &tensors)?;
+        let output = output::open(job, self.output, &tensors)?;
         let traces = self.trace.map(|folder| Traces::create(folder, job)).transpose()?;
 
         progress.phase("plan", 0);
         let endpoints = job.endpoints()?;
-        let planned = with_backend!(&self.backend, self.threads, make => {
-            job.run_phase(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))
+        let all = job.ranks();
+        let planned = job.run_phase(endpoints, |rank, endpoint| {
+            let warn = warn_of_silence(rank, all);
+            let setup = self.setup.clone().map_runtime(|runtime| runtime.on_silence(warn));
+            let setup = progress.observe(setup);
+            self.backend.traced_plan(self.threads, endpoint, &setup, self.input.dims, start)
         })?;
-        let mut ranks = self.read_ranks::<T>(job, progress, &spec, planned)?;
+        progress.phase("read", 0);
+        let mut ranks = job.run_local_phase(planned, |_, (plan, log)| {
+            self.read::<T>(&spec, all, plan, log).map_err(|error| self.input.named(error))
+        })?;
+        // equal on all ranks, because it depends only on the file
+        job.run_phase(&mut ranks, |_, rank| match std::mem::take(&mut rank.batch) {
+            none if none == Batch::default() => Ok(()),
+            batch => rank.plan.update(&batch).map_err(|error| self.input.named(error)),
+        })?;
+        // with a dense mask `read` has counted them
+        if !self.input.has("attention_mask") {
+            count_pairs(&mut ranks);
+        }
         // printed only now: a refused input prints nothing but its error
         if job.is_leader() && !self.quiet {
             self.note_unknown_tensors();
         }
         self.run_passes(job, progress, &mut ranks, &output, &spec)?;
 
-        let figures = ranks::gather_figures(job, &ranks)?;
+        // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
+        let per_pair = 2.0 * (spec.dims.head_dim + spec.dims.value_dim) as f64;
+        let figures = gather_figures(job, &ranks, [per_pair, 2.5 * per_pair])?;
         let run = traces.is_some().then(|| RunId::agree(job)).transpose()?;
         // an error before this leaves no output, an error after it keeps the output
-        shared_output::finish(job, output)?;
-        let bytes = tensors.iter().map(file::PlannedTensor::bytes).sum();
+        output::finish(job, output)?;
         let plan = ranks.first().map(|rank| &rank.plan);
-        let mut summary = self.summary(job.ranks(), plan, T::DTYPE.name(), &figures, start, bytes);
+        let visible_pairs: f64 = figures.iter().map(|rank| rank.pairs).sum();
+        let pass = |(index, (name, per_pair))| {
+            PassSummary::new(name, index, per_pair * visible_pairs, &figures)
+        };
+        let passes = [("forward", per_pair), ("backward", 2.5 * per_pair)].into_iter().enumerate();
+        let mut summary = AttendSummary {
+            ranks: job.ranks(),
+            threads: self.threads,
+            backend: self.backend.description(),
+            strategy: plan.map(|plan| plan.named_strategy().to_string()).unwrap_or_default(),
+            layout: plan.map_or("no", |plan| plan.layout().name()),
+            route: plan.map_or("no", |plan| plan.route().name()),
+            dtype: T::DTYPE.name(),
+            visible_pairs,
+            passes: passes.take(1 + usize::from(self.backward)).map(pass).collect(),
+            seconds: start.elapsed().as_secs_f64(),
+            peak_bytes: figures.iter().filter_map(|rank| rank.peak).max(),
+            output: message::path(self.output),
+            output_bytes: tensors.iter().map(PlannedTensor::bytes).sum(),
+            untraced: None,
+        };
         if let (Some(traces), Some(run)) = (traces, run) {
             let logs = ranks.iter().map(|rank| rank.log.clone()).collect();
             summary.untraced = traces.write(job, logs, &run).err();
@@ -109,25 +154,45 @@ impl AttendRun<'_> {
         Ok(summary)
     }
 
-    /// Reads the rows of this process's ranks, updates their plans and counts their pairs.
-    fn read_ranks<T: Element>(
-        &self,
-        job: &mut Job,
-        progress: &Progress,
-        spec: &Spec,
-        planned: Vec<PlannedRank>,
-    ) -> Outcome<Vec<AttendRank<T>>> {
-        progress.phase("read", 0);
-        let all = job.ranks();
-        let mut ranks = job.run_local_phase(planned, |_, rank| self.read::<T>(spec, all, rank))?;
-        job.run_phase(&mut ranks, |_, rank| {
-            rank.update().map_err(|error| self.input.named(error))
-        })?;
-        // with a dense mask `read` has counted them
-        if !self.input.has("attention_mask") {
-            ranks::count_pairs(&mut ranks);
+    /// Returns the definition and the tensors of the output. Checks that the tensors that one of
+    /// `processes` processes holds at the same time fit its memory.
+    fn prepare(&self, processes: usize) -> Result<(Spec, Vec<PlannedTensor>)> {
+        let named = |error| self.input.named(error);
+        let spec = self.setup.spec(self.input.dims).map_err(named)?;
+        let tensors = output::planned(&spec, self.input, self.backward).map_err(named)?;
+        let mut held = memory::Tensors::of(&spec.dims, spec.dtype, self.backward);
+        if let Some(bias) = spec.bias {
+            held =
+                held.and(&bias, 1 + usize::from(self.backward), spec.dtype.accumulator().bytes());
         }
-        Ok(ranks)
+        held.shared_by(processes).must_fit()?;
+        Ok((spec, tensors))
+    }
+
+    /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
+    /// later phases have no dense mask.
+    fn read<T: Element>(
+        &self,
+        spec: &Spec,
+        ranks: usize,
+        plan: Plan,
+        log: TraceLog,
+    ) -> Result<AttendRank<T>> {
+        let begin = Instant::now();
+        let batch = self.input.batch(plan.q_rows(), plan.kv_rows())?;
+        let share = self.input.share(self.sinks, plan.q_rows(), plan.kv_rows())?;
+        log.span("read", 0, begin);
+        let mut pairs = 0.0;
+        if let Some(dense) = &batch.attention_mask {
+            let keys = pairs::whole(spec, Side::Kv, &self.input.coordinates()?);
+            let Spec { dims, alignment, .. } = spec;
+            let index = plan.ring_index();
+            let queries =
+                plan.layout().local_shard(dims, *alignment, Side::Q, index, ranks, &batch);
+            let [queries, keys] = [&queries, &keys].map(pairs::rows);
+            pairs = pairs::visible_under(dense, spec, &queries?, &keys?);
+        }
+        Ok(AttendRank { plan, log, batch, share, pairs, reports: Vec::new() })
     }
 
     /// Runs the forward pass and, if requested, the backward pass, and writes their results.
@@ -140,11 +205,17 @@ impl AttendRun<'_> {
         spec: &Spec,
     ) -> Outcome {
         // counted after the update, because segment ids and positions may change the schedule
-        let [in_forward, in_backward] = ranks::blocks(ranks.iter().map(|rank| &rank.plan));
+        let [in_forward, in_backward] = blocks(ranks.iter().map(|rank| &rank.plan));
         progress.phase("forward", in_forward);
-        let forwards = job.run_phase(&mut *ranks, |_, rank| rank.forward())?;
+        let forwards = job.run_phase(&mut *ranks, |_, rank| {
+            let begin = Instant::now();
+            let forward = rank.plan.forward(&rank.share.tensors())?;
+            rank.log.span("forward", 0, begin);
+            rank.reports.extend(&forward.reports);
+            Ok(forward)
+        })?;
         progress.phase("write", 0);
-        ranks::write(job, ranks, &forwards, |all, own, _| write_forward(output, all, own))?;
+        write(job, ranks, &forwards, |all| output::write_forward(output, all))?;
         if !self.backward {
             return Ok(());
         }
@@ -155,13 +226,18 @@ impl AttendRun<'_> {
         })?;
         progress.phase("backward", in_backward);
         let items = ranks.iter_mut().zip(forwards.iter().zip(gradients));
-        let gradients = job.run_phase(items, |_, (rank, (forward, of_output))| {
-            rank.backward(forward, &of_output)
+        let gradients = job.run_phase(items, |_, (rank, (forward, (dout, dlse)))| {
+            let begin = Instant::now();
+            let tensors = rank.share.tensors();
+            let dlse = dlse.as_ref().map(|dlse| dlse.view());
+            let gradients = rank.plan.backward(&tensors, forward, dout.view(), dlse)?;
+            rank.log.span("backward", 0, begin);
+            rank.reports.extend(&gradients.reports);
+            Ok(gradients)
         })?;
         progress.phase("write", 0);
-        ranks::write(job, ranks, &gradients, |all, own, rank| {
-            write_backward(output, spec, all, own, rank)
-        })
+        let leader = job.is_leader();
+        write(job, ranks, &gradients, |all| output::write_backward(output, spec, all, leader))
     }
 
     /// Prints a note on tensors with unknown names, if the input has some.
@@ -175,109 +251,63 @@ impl AttendRun<'_> {
             );
         }
     }
+}
 
-    /// Returns the definition and the tensors of the output.
-    fn prepare(&self) -> Result<(Spec, Vec<file::PlannedTensor>)> {
-        let named = |error| self.input.named(error);
-        let spec = self.setup.spec(self.input.dims).map_err(named)?;
-        let tensors = planned(&spec, self.input, self.backward).map_err(named)?;
-        Ok((spec, tensors))
+/// Counts the visible pairs of each rank, for inputs without a dense mask.
+fn count_pairs<T: Element>(ranks: &mut [AttendRank<T>]) {
+    // in a ring one computation serves all ranks: each plan has the positions and ids of all rows
+    let ring = ranks.first().filter(|rank| rank.plan.strategy() == Strategy::Ring);
+    let of_ring = ring.map(|rank| rank.plan.work().0);
+    for rank in ranks {
+        rank.pairs = match &of_ring {
+            Some(work) => work.of_rank(rank.plan.ring_index()) as f64,
+            None => {
+                let (work, index) = rank.plan.work();
+                work.of_rank(index) as f64
+            }
+        };
     }
+}
 
-    /// Size of the tensors that one of `processes` processes holds at the same time.
-    fn tensors_held(&self, spec: &Spec, processes: usize) -> memory::Tensors {
-        let mut held = memory::Tensors::of(&spec.dims, spec.dtype, self.backward);
-        if let Some(bias) = spec.bias {
-            held =
-                held.and(&bias, 1 + usize::from(self.backward), spec.dtype.accumulator().bytes());
-        }
-        held.shared_by(processes)
-    }
+/// All-gathers the figures of every rank, by rank. `flops_per_pair` is that of each pass.
+fn gather_figures<T: Element>(
+    job: &mut Job,
+    ranks: &[AttendRank<T>],
+    flops_per_pair: [f64; 2],
+) -> Outcome<Vec<AttendFigures>> {
+    // the peak is that of the process, so of all its ranks together
+    let peak = peak_bytes();
+    let of_rank = |&AttendRank { pairs, ref reports, .. }: &AttendRank<T>| {
+        let passes = reports.iter().zip(flops_per_pair);
+        let passes = passes.map(|(report, flops)| PassFigures::new(report, flops * pairs));
+        AttendFigures { pairs, peak, passes: passes.collect() }
+    };
+    let own: Vec<AttendFigures> = ranks.iter().map(of_rank).collect();
+    Ok(job.all_gather_values(&own)?.concat())
+}
 
-    /// Creates the plan of one rank, with a trace around its transport, observed by the progress
-    /// bar.
-    fn plan<B: Backend<Space: HostTensors>>(
-        &self,
-        (backend, transport): RankBackend<B>,
-        start: Instant,
-        progress: &Progress,
-    ) -> Result<PlannedRank> {
-        let transport = Trace::new(transport, start);
-        let log = transport.log();
-        let warn = report::warn_of_silence(transport.rank(), transport.ranks());
-        let setup = self.setup.clone().map_runtime(|runtime| runtime.on_silence(warn));
-        let setup = progress.observe(setup);
-        let plan = Plan::with_backend(setup, self.input.dims, backend, transport)?;
-        Ok(PlannedRank { plan, log })
-    }
+/// Writes the arrays `given` of this process's ranks.
+fn write<T: Element, G: Sync>(
+    job: &mut Job,
+    ranks: &[AttendRank<T>],
+    given: &[G],
+    write: impl Fn(&[Given<'_, G>]) -> Result<()> + Sync,
+) -> Outcome {
+    let of_rank = |(rank, arrays): (_, _)| {
+        let rank: &AttendRank<T> = rank;
+        Given { q_rows: rank.plan.q_rows(), kv_rows: rank.plan.kv_rows(), arrays }
+    };
+    let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();
+    let begin = Instant::now();
+    // of all ranks of the process on one thread: systems write a file in one thread at a time
+    job.run_local_phase([()], |_, ()| write(&all))?;
+    ranks.iter().for_each(|rank| rank.log.span("write", 0, begin));
+    Ok(())
+}
 
-    /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
-    /// later phases have no dense mask.
-    fn read<T: Element>(
-        &self,
-        spec: &Spec,
-        ranks: usize,
-        rank: PlannedRank,
-    ) -> Result<AttendRank<T>> {
-        let PlannedRank { plan, log } = rank;
-        let begin = Instant::now();
-        let named = |error| self.input.named(error);
-        let batch = self.input.batch(plan.q_rows(), plan.kv_rows()).map_err(named)?;
-        let share = self.input.share(self.sinks, plan.q_rows(), plan.kv_rows()).map_err(named)?;
-        log.span("read", 0, begin);
-        let mut pairs = 0.0;
-        if let Some(dense) = &batch.attention_mask {
-            let keys: Rows = pairs::rows(&pairs::whole(
-                spec,
-                Side::Kv,
-                &self.input.coordinates().map_err(named)?,
-            ))?;
-            let queries = plan.layout().local_shard(
-                &spec.dims,
-                spec.alignment,
-                Side::Q,
-                plan.ring_index(),
-                ranks,
-                &batch,
-            );
-            pairs = pairs::visible_under(dense, spec, &pairs::rows(&queries)?, &keys);
-        }
-        Ok(AttendRank { plan, log, batch, share, pairs, reports: Vec::new() })
-    }
-
-    fn summary(
-        &self,
-        count: usize,
-        plan: Option<&Plan>,
-        dtype: &'static str,
-        figures: &[AttendFigures],
-        start: Instant,
-        bytes: u64,
-    ) -> AttendSummary {
-        // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
-        let per_pair = 2.0 * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
-        let (layout, route) =
-            plan.map_or(("no", "no"), |plan| (plan.layout().name(), plan.route().name()));
-        AttendSummary {
-            ranks: count,
-            threads: self.threads,
-            backend: self.backend.description(),
-            strategy: plan.map(|plan| plan.named_strategy().to_string()).unwrap_or_default(),
-            layout,
-            route,
-            dtype,
-            pairs: figures.iter().map(|rank| rank.pairs).sum(),
-            passes: [("forward", per_pair), ("backward", 2.5 * per_pair)]
-                .into_iter()
-                .enumerate()
-                .take(1 + usize::from(self.backward))
-                .map(|(index, (name, flops))| PassSummary::new(name, index, flops, figures))
-                .collect(),
-            seconds: start.elapsed().as_secs_f64(),
-            peak: figures.iter().filter_map(|rank| rank.peak).max(),
-            output: message::path(self.output),
-            output_bytes: bytes,
-            untraced: None,
-        }
-    }
+/// Number of blocks that these ranks compute on in a forward and in a backward pass.
+pub(super) fn blocks<'a>(plans: impl Iterator<Item = &'a Plan>) -> [usize; 2] {
+    plans
+        .map(Plan::blocks_computed)
+        .fold([0, 0], |sum, blocks| [sum[0] + blocks[0], sum[1] + blocks[1]])
 }

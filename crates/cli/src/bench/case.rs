@@ -101,7 +101,6 @@ impl<'a> BenchCase<'a> {
     ) -> Outcome {
         let clock = &Clock::of(backend, job)?;
         let named = |error| names::of_flags(error, self.flags.names());
-        let processes = if job.is_mpi() { job.ranks() } else { 1 };
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.setup().spec(self.dims).map(drop).map_err(named))?;
         job.agree(names::check_strategy(self.flags.division.strategy, &self.dims, job.ranks()))?;
@@ -110,7 +109,7 @@ impl<'a> BenchCase<'a> {
             self.dtype,
             passes.contains(&MeasuredPasses::ForwardBackward),
         );
-        job.agree(held.shared_by(processes).must_fit().map_err(named))?;
+        job.agree(held.shared_by(job.processes()).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
         let batch = || Ok(self.batch.clone());
         let Setup { attention, division, runtime } = self.setup();

@@ -42,8 +42,8 @@ impl Clock {
             BackendChoice::Wgpu(devices) => Self::of_device(devices),
             _ => Self::Host,
         };
-        let all = job.all_gather_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
-        Ok(if all.iter().flatten().all(|&has| has != 0.0) { own } else { Self::Host })
+        let all = job.all_gather_values(&!matches!(own, Self::Host))?;
+        Ok(if all.iter().all(|&of_device| of_device) { own } else { Self::Host })
     }
 
     /// Chooses the device's clock if the ranks share one device and its clock runs.
@@ -114,10 +114,11 @@ pub(super) fn least(
     while rounds < LEAST_ROUNDS || (spent < BUDGET.as_secs_f64() && rounds < MOST_ROUNDS) {
         let before = cpu_seconds();
         let slowest = work(job)?.into_iter().max().unwrap_or_default();
-        let all = job.all_gather_numbers(&[slowest.as_secs_f64(), cpu_seconds() - before])?;
-        let wall = all.iter().map(|times| times[0]).fold(0.0, f64::max);
+        let own = (slowest.as_secs_f64(), cpu_seconds() - before);
+        let all = job.all_gather_values(&own)?;
+        let wall = all.iter().map(|(wall, _)| *wall).fold(0.0, f64::max);
         least.wall = least.wall.min(wall);
-        least.cpu = least.cpu.min(all.iter().map(|times| times[1]).sum());
+        least.cpu = least.cpu.min(all.iter().map(|(_, cpu)| cpu).sum());
         spent += wall;
         rounds += 1;
     }

@@ -3,8 +3,6 @@
 mod case;
 mod clock;
 
-use std::path::Path;
-
 use annulus_comm::Descriptor;
 use annulus_core::{DType, Fingerprint};
 use annulus_plan::Machine;
@@ -13,15 +11,14 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         documents,
         mask::AlignmentName,
         names::Others,
         option_flags::{DivisionFlags, PrecisionName},
         ring::TransportName,
-        values::{DTypeName, WindowSides, count, dim, ranks, threads},
+        values::{WindowSides, count, dim, dtype, ranks, threads},
     },
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
     machine,
@@ -60,8 +57,8 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
     what: Vec<MeasuredPasses>,
     /// Element types
-    #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
-    dtype: Vec<DTypeName>,
+    #[arg(long, value_parser = dtype(), default_value = "f32", value_delimiter = ',')]
+    dtype: Vec<DType>,
     /// Precision of matrix products: on the CPU `default` may round probabilities of bf16 inputs to
     /// bf16; matrix units of GPUs round those of 16-bit inputs at every precision
     #[arg(long, value_enum, default_value = "highest")]
@@ -143,7 +140,7 @@ struct Lengths {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    let backend = flags.device.open(flags.transport, DEFAULT_DEADLINE)?;
+    let backend = BackendChoice::open(&flags.device, flags.transport, DEFAULT_DEADLINE)?;
     let mut job = Job::start("bench", flags.transport, DEFAULT_DEADLINE)?;
     let done = bench(flags, &mut job, &backend);
     job.end(done)
@@ -166,9 +163,8 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         for &head_dim in &flags.ds {
             for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
-                    let case =
-                        BenchCase::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
-                    match DType::from(dtype) {
+                    let case = BenchCase::new(flags, dtype, head_dim, lengths, causal).on(machine);
+                    match dtype {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),
                         DType::Bf16 => case.run::<bf16>(job, &flags.what, backend),
@@ -182,11 +178,6 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 }
 
 impl BenchFlags {
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        self.division.machine.iter().map(|path| ("--machine", path.as_path())).collect()
-    }
-
     /// Flags of arguments that other subcommands set by another flag.
     pub(super) fn names(&self) -> Others {
         if self.q_len.is_none() && self.kv_len.is_some() {

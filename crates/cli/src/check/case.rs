@@ -2,16 +2,15 @@
 
 use std::time::Duration;
 
-use annulus::{Division, LocalRing, Plan, Runtime, Setup};
+use annulus::{Division, LocalRing, Runtime, Setup};
 use annulus_core::{DType, Error, Result};
 use annulus_plan::{HeadGrid, Strategy};
 use annulus_test_cases::{Answer, Case, Expected, WrongArray, facade, golden::Index};
 use ndarray::Dimension;
+use serde::{Deserialize, Serialize};
 
 use crate::{
-    arguments::values::LayoutName,
-    backend::{BackendChoice, with_backend},
-    job::RankEndpoint,
+    arguments::values::LayoutName, backend::BackendChoice, failure, job::RankEndpoint, message,
 };
 
 /// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
@@ -53,37 +52,43 @@ impl CheckedRing {
     }
 }
 
-/// Result of one case on one ring.
-#[derive(Debug)]
+/// Result of one case on one ring, or on one rank of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Verdict {
     /// Every array is within its tolerance.
     Passed,
-    /// Some arrays exceed their tolerance.
-    Wrong(Vec<WrongArray>),
-    /// Some bits differ from those of the first ring.
-    Different(Difference),
+    /// Lines for the arrays that exceed their tolerance, or whose bits differ from those of the
+    /// first ring.
+    Wrong(Vec<String>),
     /// The computation failed.
-    Failed(Error),
+    Failed {
+        /// Text of the error.
+        what: String,
+        /// True for [`Error::Unsupported`].
+        unsupported: bool,
+        /// True if the error only repeats that of another rank.
+        echo: bool,
+    },
 }
 
 impl Verdict {
-    /// The verdict of the arrays that exceed their tolerance.
-    pub(super) fn of(wrong: Vec<WrongArray>) -> Self {
-        if wrong.is_empty() { Self::Passed } else { Self::Wrong(wrong) }
+    /// Returns the verdict of the arrays that exceed their tolerance.
+    pub(super) fn of(wrong: &[WrongArray]) -> Self {
+        if wrong.is_empty() {
+            return Self::Passed;
+        }
+        Self::Wrong(wrong.iter().map(|array| message::one_line(&array.to_string())).collect())
     }
 }
 
-/// First element whose bits differ from those of the first ring.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Difference {
-    /// Name of the array.
-    pub(super) name: &'static str,
-    /// Index of the element.
-    pub(super) index: Vec<usize>,
-    /// The element.
-    pub(super) got: f64,
-    /// The element of the first ring.
-    pub(super) first: f64,
+impl From<Error> for Verdict {
+    fn from(error: Error) -> Self {
+        Self::Failed {
+            what: failure::text(&error),
+            unsupported: matches!(error, Error::Unsupported { .. }),
+            echo: failure::is_echo(&error),
+        }
+    }
 }
 
 /// Case with its expected arrays.
@@ -110,11 +115,11 @@ pub(super) fn run(
 ) -> Vec<Verdict> {
     let loaded = match Loaded::read(index, number, dtype) {
         Ok(loaded) => loaded,
-        Err(error) => return rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
+        Err(error) => return vec![error.into(); rings.len()],
     };
     let mut first = None;
     let mut judge = |ring| loaded.judge(ring, backend, &mut first);
-    rings.iter().map(|ring| judge(ring).unwrap_or_else(Verdict::Failed)).collect()
+    rings.iter().map(|ring| judge(ring).unwrap_or_else(Verdict::from)).collect()
 }
 
 impl Loaded {
@@ -127,35 +132,32 @@ impl Loaded {
         first: &mut Option<Answer>,
     ) -> Result<Verdict> {
         let setup = ring.setup(&self.case)?;
-        let mut plan = with_backend!(backend, ring.threads, make => {
-            let dims = self.case.spec.dims;
-            LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
-                let (backend, transport) = make(RankEndpoint::Thread(Box::new(endpoint)))?;
-                Plan::with_backend(setup, dims, backend, transport)
-            })
+        let dims = self.case.spec.dims;
+        let mut plan = LocalRing::from_plans(setup, dims, ring.ranks, |_, setup, endpoint| {
+            let endpoint = RankEndpoint::Thread(Box::new(endpoint));
+            backend.plan(ring.threads, endpoint, setup, dims)
         })?;
         let mut verdict = Verdict::Passed;
         for answer in facade::compute(&self.case, &mut plan, 1, true)? {
-            verdict = Verdict::of(self.expected.wrong(&answer)?);
-            if !matches!(verdict, Verdict::Passed) || !ring.reproducible {
-                continue;
+            verdict = Verdict::of(&self.expected.wrong(&answer)?);
+            if verdict == Verdict::Passed && ring.reproducible {
+                let different = first.as_ref().and_then(|first| first_difference(&answer, first));
+                verdict = different.map_or(Verdict::Passed, |line| Verdict::Wrong(vec![line]));
+                first.get_or_insert(answer);
             }
-            let different = first.as_ref().and_then(|first| first_difference(&answer, first));
-            verdict = different.map_or(Verdict::Passed, Verdict::Different);
-            first.get_or_insert(answer);
         }
         Ok(verdict)
     }
 }
 
-/// Returns the first element whose bits differ between `answer` and `first`.
-fn first_difference(answer: &Answer, first: &Answer) -> Option<Difference> {
+/// Describes the first element whose bits differ between `answer` and `first`.
+fn first_difference(answer: &Answer, first: &Answer) -> Option<String> {
     // widening is exact, and keeps the sign of zero and the bits of a NaN apart
     answer.arrays().into_iter().zip(first.arrays()).find_map(|((name, got), (_, first))| {
         got.indexed_iter().zip(&first).find_map(|((index, &got), &first)| {
-            let index = || index.as_array_view().to_vec();
             let different = got.to_bits() != first.to_bits();
-            different.then(|| Difference { name, index: index(), got, first })
+            let index = || index.as_array_view().to_vec();
+            different.then(|| format!("{name}{:?} is {got}, on the first ring {first}", index()))
         })
     })
 }
@@ -176,11 +178,11 @@ mod tests {
         negated.lse[[0, 1, 2]] = 0.0;
         let mut first_zero = first.clone();
         first_zero.lse[[0, 1, 2]] = -0.0;
-        let want = Difference { name: "lse", index: vec![0, 1, 2], got: 0.0, first: -0.0 };
-        assert_eq!(first_difference(&negated, &first_zero), Some(want));
+        let want = "lse[0, 1, 2] is 0, on the first ring -0";
+        assert_eq!(first_difference(&negated, &first_zero).as_deref(), Some(want));
         let mut other = first.clone();
         other.dk[[0, 3, 1, 1]] = 7.0;
         let found = first_difference(&other, &first).unwrap();
-        assert_eq!((found.name, found.index), ("dk", vec![0, 3, 1, 1]));
+        assert!(found.starts_with("dk[0, 3, 1, 1] is 7, "), "{found}");
     }
 }

@@ -5,7 +5,7 @@ mod case;
 mod processes;
 
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
@@ -17,18 +17,17 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         ring::{TransportName, cores},
-        values::{LayoutName, ranks, strategy, threads},
+        values::{LayoutName, dtype, ranks, strategy, threads},
     },
-    backend::BackendChoice,
-    failure::{self, Failure, Outcome},
+    backend::{BackendChoice, DeviceFlags},
+    failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
     message,
     report::complain,
     stdout::say,
 };
-use case::{CheckedRing, Difference, Verdict};
+use case::{CheckedRing, Verdict};
 
 const EXAMPLES: &str = "Examples:
   annulus check cases/
@@ -72,8 +71,8 @@ pub(crate) struct CheckFlags {
     /// Element types to compute in. In f16 and bf16, for which cases have no expected arrays, those
     /// of the rounded inputs are computed in f64, and an error may be twice that of a plain
     /// computation in the type
-    #[arg(long, value_enum, default_value = "f32,f64", value_delimiter = ',')]
-    dtype: Vec<CheckedDType>,
+    #[arg(long, value_parser = dtype(), default_value = "f32,f64", value_delimiter = ',')]
+    dtype: Vec<DType>,
     /// Only cases whose id matches this pattern of * and ?
     #[arg(long, value_name = "GLOB", default_value = "*")]
     case: String,
@@ -88,30 +87,6 @@ pub(crate) struct CheckFlags {
     /// Count unsupported cases separately instead of as failed
     #[arg(long)]
     skip_unsupported: bool,
-}
-
-/// Element types to compute in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum CheckedDType {
-    /// Inputs of f32, unchanged.
-    F32,
-    /// Inputs widened exactly.
-    F64,
-    /// Inputs rounded.
-    F16,
-    /// Inputs rounded.
-    Bf16,
-}
-
-impl CheckedDType {
-    const fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::F64 => DType::F64,
-            Self::F16 => DType::F16,
-            Self::Bf16 => DType::Bf16,
-        }
-    }
 }
 
 /// Counts of verdicts.
@@ -138,7 +113,7 @@ const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    let backend = flags.device.open(flags.transport, DEFAULT_DEADLINE)?;
+    let backend = BackendChoice::open(&flags.device, flags.transport, DEFAULT_DEADLINE)?;
     let mut job = Job::start("check", flags.transport, DEFAULT_DEADLINE)?;
     let done = check(flags, &mut job, &backend);
     job.end(done)
@@ -171,7 +146,7 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
     let verdicts = compute(&index, &units, &rings, job, backend)?;
     let mut count = Count::default();
     for (unit, verdicts) in units.iter().zip(verdicts) {
-        count.unit(unit, &rings, verdicts, flags.skip_unsupported);
+        count.unit(unit, &rings, &verdicts, flags.skip_unsupported);
     }
     // with MPI only rank 0 has the verdicts; the others agree with it below
     let failed = count.failed > 0;
@@ -188,11 +163,6 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 }
 
 impl CheckFlags {
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        vec![("DIR", &self.folder)]
-    }
-
     /// Refuses to compare bits over MPI, where no process has the outputs of all ranks.
     fn check_bits(&self, job: &Job) -> Outcome {
         if self.reproducible && job.is_mpi() {
@@ -259,11 +229,7 @@ fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
         // a case without an id is malformed and fails
         let id = id.map_or_else(|| format!("(no id, number {number})"), str::to_owned);
         if matches(&flags.case, &id) {
-            let unit = |dtype: &CheckedDType| Unit {
-                id: message::name(&id),
-                number,
-                dtype: dtype.dtype(),
-            };
+            let unit = |&dtype: &DType| Unit { id: message::name(&id), number, dtype };
             units.extend(flags.dtype.iter().map(unit));
         }
     }
@@ -315,50 +281,38 @@ fn compute_on_threads(
 }
 
 impl Count {
-    /// Counts the verdicts of a unit. An error that is equal on all rings is an error of the case
-    /// and is printed once.
+    /// Counts the verdicts of a unit, and prints a line for each failure. An error that is equal on
+    /// all rings is an error of the case and is printed once.
     fn unit(
         &mut self,
         Unit { id, dtype, .. }: &Unit,
         rings: &[(CheckedRing, String)],
-        verdicts: Vec<Verdict>,
+        verdicts: &[Verdict],
         skip_unsupported: bool,
     ) {
-        let alike = match verdicts.split_first() {
-            Some((Verdict::Failed(error), rest)) if !rest.is_empty() => {
-                rest.iter().all(|other| matches!(other, Verdict::Failed(same) if same == error))
+        let alike = match verdicts {
+            [first @ Verdict::Failed { .. }, rest @ ..] if !rest.is_empty() => {
+                rest.iter().all(|other| other == first)
             }
             _ => false,
         };
-        let names = rings.iter().map(|(_, ring)| {
-            if alike { format!("{id} dtype={dtype}") } else { format!("{id} {ring} dtype={dtype}") }
-        });
-        for (index, (name, verdict)) in names.zip(verdicts).enumerate() {
-            self.add(&name, &verdict, skip_unsupported, alike && index > 0);
-        }
-    }
-
-    /// Counts one verdict, and prints a line for each error in it unless `printed`.
-    fn add(&mut self, name: &str, verdict: &Verdict, skip_unsupported: bool, printed: bool) {
-        match verdict {
-            Verdict::Passed => self.passed += 1,
-            Verdict::Failed(Error::Unsupported { .. }) if skip_unsupported => self.skipped += 1,
-            Verdict::Failed(error) => {
-                self.failed += 1;
-                if !printed {
-                    self.fail(format!("{name}: {}", failure::text(error)));
+        for (index, ((_, ring), verdict)) in rings.iter().zip(verdicts).enumerate() {
+            let ring = if alike { String::new() } else { format!(" {ring}") };
+            let lines = match verdict {
+                Verdict::Passed => {
+                    self.passed += 1;
+                    continue;
                 }
-            }
-            Verdict::Different(Difference { name: array, index, got, first }) => {
-                self.failed += 1;
-                self.fail(format!("{name}: {array}{index:?} is {got}, on the first ring {first}"));
-            }
-            Verdict::Wrong(arrays) => {
-                self.failed += 1;
-                for wrong in arrays {
-                    self.fail(format!("{name}: {}", message::one_line(&wrong.to_string())));
+                Verdict::Failed { unsupported: true, .. } if skip_unsupported => {
+                    self.skipped += 1;
+                    continue;
                 }
-            }
+                Verdict::Failed { .. } if alike && index > 0 => &[],
+                Verdict::Failed { what, .. } => std::slice::from_ref(what),
+                Verdict::Wrong(lines) => &lines[..],
+            };
+            self.failed += 1;
+            lines.iter().for_each(|line| self.fail(format!("{id}{ring} dtype={dtype}: {line}")));
         }
     }
 

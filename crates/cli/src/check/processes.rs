@@ -8,9 +8,8 @@
 use std::collections::{BTreeMap, btree_map::Entry};
 
 use annulus::comm::mpi::{FirstRanks, Settings};
-use annulus_core::{Error, Result};
-use annulus_test_cases::{WrongArray, facade, golden::Index};
-use serde::{Deserialize, Serialize};
+use annulus_core::Result;
+use annulus_test_cases::{facade, golden::Index};
 
 use super::{
     Unit,
@@ -18,22 +17,9 @@ use super::{
 };
 use crate::{
     backend::BackendChoice,
-    failure::{Failure, Outcome},
+    failure::Outcome,
     job::{Job, RankEndpoint},
 };
-
-/// Verdict of one rank as a message. Numbers are encoded as bits, because JSON has no NaN.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum RankVerdict {
-    /// The rank's rows pass, or the process is not in the ring.
-    Passed,
-    /// `(array, error, tolerance)` of arrays that exceed their tolerance.
-    Wrong(Vec<(String, u64, u64)>),
-    /// `(what, by)` of an [`Error::Unsupported`].
-    Unsupported(String, String),
-    /// Text of another error; true if it only repeats that of another rank.
-    Failed(String, bool),
-}
 
 /// Returns the verdicts of every unit, by ring, on rank 0; none on the others.
 ///
@@ -60,16 +46,16 @@ pub(super) fn compute(
         let mut own = Vec::new();
         for ring in rings {
             let group = groups.get(&ring.ranks).and_then(Option::as_ref);
-            own.push(group.map_or(RankVerdict::Passed, |group| {
+            own.push(group.map_or(Verdict::Passed, |group| {
                 let verdict = judge(index, unit, ring, group, &settings, backend);
-                RankVerdict::of(&verdict.unwrap_or_else(Verdict::Failed))
+                verdict.unwrap_or_else(Verdict::from)
             }));
             job.heartbeat()?;
         }
-        let own = serde_json::to_vec(&own).unwrap_or_default();
-        let all = job.all_gather(&own)?;
+        let all = job.all_gather_values(&own)?;
         if job.is_leader() {
-            verdicts.push(merge(&all, rings.len())?);
+            let of_ring = |ring: usize| merge(all.iter().map(|verdicts| &verdicts[ring]));
+            verdicts.push((0..rings.len()).map(of_ring).collect());
         }
     }
     Ok(verdicts)
@@ -94,135 +80,36 @@ fn judge(
     for answer in facade::compute_rank(&case, &mut plan, 1)? {
         wrong.extend(expected.wrong_rows(&answer)?);
     }
-    Ok(Verdict::of(wrong))
+    Ok(Verdict::of(&wrong))
 }
 
-impl RankVerdict {
-    fn of(verdict: &Verdict) -> Self {
-        match verdict {
-            Verdict::Passed => Self::Passed,
-            Verdict::Wrong(arrays) => Self::Wrong(
-                arrays
-                    .iter()
-                    .map(|WrongArray { name, error, tolerance }| {
-                        (name.clone(), error.to_bits(), tolerance.to_bits())
-                    })
-                    .collect(),
-            ),
-            // `check` refuses to compare bits over MPI
-            Verdict::Different(_) => Self::Failed("bits differ".into(), false),
-            Verdict::Failed(Error::Unsupported { what, by }) => {
-                Self::Unsupported(what.clone(), by.clone())
-            }
-            Verdict::Failed(error) => {
-                let echo = matches!(
-                    error,
-                    Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }
-                );
-                Self::Failed(error.to_string(), echo)
-            }
-        }
-    }
-}
-
-/// Merges the encoded verdicts of all ranks into one verdict for each ring.
-///
-/// # Errors
-/// [`Error::Comm`] if a rank sent another number of verdicts than `rings`.
-fn merge(all: &[Vec<u8>], rings: usize) -> Outcome<Vec<Verdict>> {
-    let mut ranks = Vec::new();
-    for (peer, bytes) in all.iter().enumerate() {
-        let verdicts: Vec<RankVerdict> = serde_json::from_slice(bytes).unwrap_or_default();
-        if verdicts.len() != rings {
-            return Err(Failure::from(Error::Comm {
-                peer,
-                step: 0,
-                what: format!("{} verdicts, want {rings}", verdicts.len()),
-            }));
-        }
-        ranks.push(verdicts);
-    }
-    Ok((0..rings).map(|ring| merge_ring(ranks.iter().map(|verdicts| &verdicts[ring]))).collect())
-}
-
-/// Merges the verdicts of all ranks of one ring, by rank. An error takes precedence over one that
-/// only repeats it, and the error of an array is the largest of all ranks.
-fn merge_ring<'a>(verdicts: impl Iterator<Item = &'a RankVerdict>) -> Verdict {
-    let mut wrong: BTreeMap<String, (f64, f64)> = BTreeMap::new();
-    let mut failed: Option<(bool, Error)> = None;
-    for (rank, verdict) in verdicts.enumerate() {
-        let (echo, error) = match verdict {
-            RankVerdict::Passed => continue,
-            RankVerdict::Wrong(arrays) => {
-                for (name, error, tolerance) in arrays {
-                    let error = f64::from_bits(*error);
-                    let tolerance = f64::from_bits(*tolerance);
-                    let worst = wrong.entry(name.clone()).or_insert((error, tolerance));
-                    // a NaN stays: no comparison with it is true
-                    if error.is_nan() || error > worst.0 {
-                        worst.0 = error;
-                    }
-                }
-                continue;
-            }
-            RankVerdict::Unsupported(what, by) => {
-                (false, Error::unsupported(what.clone(), by.clone()))
-            }
-            RankVerdict::Failed(what, echo) => (*echo, Error::Aborted { rank, what: what.clone() }),
-        };
-        if failed.as_ref().is_none_or(|(first_echoes, _)| *first_echoes && !echo) {
-            failed = Some((echo, error));
-        }
-    }
-    match failed {
-        Some((_, error)) => Verdict::Failed(error),
-        None if wrong.is_empty() => Verdict::Passed,
-        None => Verdict::Wrong(
-            wrong
-                .into_iter()
-                .map(|(name, (error, tolerance))| WrongArray { name, error, tolerance })
-                .collect(),
-        ),
-    }
+/// Chooses the verdict of a ring from those of its ranks: that of the lowest rank with an error of
+/// its own, else with one that repeats another, else with wrong arrays.
+fn merge<'a>(ranks: impl Iterator<Item = &'a Verdict>) -> Verdict {
+    let precedence = |verdict: &&Verdict| match verdict {
+        Verdict::Failed { echo: false, .. } => 0,
+        Verdict::Failed { .. } => 1,
+        Verdict::Wrong(_) => 2,
+        Verdict::Passed => 3,
+    };
+    ranks.min_by_key(precedence).cloned().unwrap_or(Verdict::Passed)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn merged(verdicts: &[RankVerdict]) -> Verdict {
-        merge_ring(verdicts.iter())
-    }
-
     #[test]
-    fn wrong_arrays_of_several_ranks_are_one_failure() {
-        let wrong = |error: f64| {
-            RankVerdict::Wrong(vec![("dk".into(), error.to_bits(), 1e-4f64.to_bits())])
-        };
-        assert!(matches!(merged(&[RankVerdict::Passed, RankVerdict::Passed]), Verdict::Passed));
-        let Verdict::Wrong(arrays) = merged(&[wrong(0.5), RankVerdict::Passed, wrong(0.75)]) else {
-            panic!()
-        };
-        let want = WrongArray { name: "dk".to_owned(), error: 0.75, tolerance: 1e-4 };
-        assert_eq!(arrays, [want]);
-        let Verdict::Wrong(arrays) = merged(&[wrong(f64::NAN), wrong(0.75)]) else { panic!() };
-        assert!(arrays[0].error.is_nan());
-    }
-
-    #[test]
-    fn an_error_takes_precedence_over_its_repetition() {
-        let verdicts = [
-            RankVerdict::Failed("rank 1 refused the call: x".into(), true),
-            RankVerdict::Unsupported("x".into(), "y".into()),
-            RankVerdict::Passed,
-        ];
-        assert!(matches!(merged(&verdicts), Verdict::Failed(Error::Unsupported { .. })));
-        let own = RankVerdict::Failed("x".into(), false);
-        assert!(matches!(
-            merged(&[RankVerdict::Passed, own.clone(), own]),
-            Verdict::Failed(Error::Aborted { rank: 1, .. })
-        ));
-        let bytes = serde_json::to_vec(&verdicts).unwrap();
-        assert_eq!(serde_json::from_slice::<Vec<RankVerdict>>(&bytes).unwrap(), verdicts);
+    fn several_ranks_have_one_verdict_and_errors_precede_their_repetition() {
+        let wrong = |line: &str| Verdict::Wrong(vec![line.to_owned()]);
+        let failed =
+            |what: &str, echo| Verdict::Failed { what: what.into(), unsupported: false, echo };
+        let merged = |verdicts: &[Verdict]| merge(verdicts.iter());
+        assert_eq!(merged(&[Verdict::Passed, Verdict::Passed]), Verdict::Passed);
+        assert_eq!(merged(&[Verdict::Passed, wrong("dk"), wrong("dv")]), wrong("dk"));
+        let verdicts =
+            [Verdict::Passed, wrong("dk"), failed("refused", true), failed("own", false)];
+        assert_eq!(merged(&verdicts), failed("own", false));
+        assert_eq!(merged(&verdicts[..3]), failed("refused", true));
     }
 }

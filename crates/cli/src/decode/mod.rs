@@ -3,35 +3,32 @@
 mod rank;
 mod summary;
 
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
+use std::{ops::Range, path::PathBuf};
 
-use annulus::{Attention, CacheShape, Runtime, comm::Descriptor};
-use annulus_core::{DType, Element, Error, LEAF_ROWS, Run, Runs, SinkShape, index};
+use annulus::{Attention, Cache, CacheShape, Runtime, comm::Descriptor};
+use annulus_core::{DType, Element, Error, LEAF_ROWS, SinkShape, index};
 use clap::Args;
 use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         mask::{MaskFlags, ScoreFlags},
         option_flags::RuntimeFlags,
         ring::TransportName,
-        values::{DTypeName, count as from_one, page_rows, ranks, whole},
+        values::{count as from_one, dtype, page_rows, ranks, whole},
     },
-    attend::shared_output,
-    backend::BackendChoice,
+    attend::output,
+    backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, of_file},
-    file::{PlannedTensor, TensorPart, of_floats},
+    file::PlannedTensor,
     input::Input,
     job::Job,
     memory, message,
+    report::json_line,
     stdout::say,
 };
-use rank::{DecodeRank, DecodeSteps, Decoded};
-use summary::DecodeSummary;
+use rank::{DecodeSteps, decode};
+use summary::{CallSummary, DecodeSummary, TokenSummary};
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -50,17 +47,6 @@ Examples:
 Rank r of P has the pages r, r + P, r + 2·P … of the keys and values. A token is one all-gather of
 (out, max, sum), whose bytes do not depend on the number of cached rows. With --reproducible results
 have the bits of `attend --reproducible`, and the bytes grow with the pages that queries attend to.";
-
-/// Tensors of an attention over files that a cache has no place for.
-const NOT_CACHED: [&str; 7] = [
-    "attention_mask",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "cum_seqlens_q",
-    "cum_seqlens_k",
-    "q_positions",
-    "kv_positions",
-];
 
 /// Appends the rows of a safetensors file to a KV cache that is sharded over ranks, first a prefill
 /// in chunks, then token by token, and attends with their queries
@@ -91,8 +77,8 @@ pub(crate) struct DecodeFlags {
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
     /// Element type to compute in. Default: that of query
-    #[arg(long, value_enum)]
-    dtype: Option<DTypeName>,
+    #[arg(long, value_parser = dtype())]
+    dtype: Option<DType>,
     #[command(flatten)]
     device: DeviceFlags,
     /// Transport between ranks. Messages are in host memory, so nccl is refused
@@ -129,7 +115,7 @@ impl DecodeFlags {
             let by = "the KV cache, whose messages are in host memory";
             return Err(Error::unsupported("transport nccl", by).into());
         }
-        self.device.open(self.transport, self.runtime.deadline)
+        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
     }
 
     fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
@@ -148,7 +134,7 @@ impl DecodeFlags {
         job.require_same(fields)?;
         let sinks = input.sinks(self.scores.sinks);
         let sinks = job.agree(sinks.map_err(|error| input.named(error).into()))?;
-        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let dtype = self.dtype.unwrap_or(input.dtype);
         let decoding = Decoding { flags: self, input: &input, steps, sinks, backend, threads };
         let summary = match dtype {
             DType::F64 => decoding.run::<f64>(job),
@@ -159,7 +145,7 @@ impl DecodeFlags {
         if job.is_leader() {
             match (self.quiet, self.json) {
                 (true, _) => {}
-                (false, true) => say!("{}", summary.json()),
+                (false, true) => say!("{}", json_line(&summary)),
                 (false, false) => summary.print(),
             }
         }
@@ -223,17 +209,11 @@ impl DecodeFlags {
             None => Ok(()),
         }
     }
-
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        vec![("--input", self.input.as_path()), ("--output", self.output.as_path())]
-    }
 }
 
 /// Refuses tensors that would have no effect.
 fn check_tensors(input: &Input) -> Outcome {
-    let not_cached = NOT_CACHED.into_iter().chain(["bias"]).find(|name| input.has(name));
-    not_cached.map_or(Ok(()), |name| {
+    input.not_cached().map_or(Ok(()), |name| {
         let what = format!("{}: {name}", message::path(input.path()));
         Err(Error::unsupported(what, "the KV cache").into())
     })
@@ -257,73 +237,46 @@ impl Decoding<'_> {
         let start = job.synchronized_now()?;
         let attention = flags.attention(T::DTYPE, self.sinks);
         let prepared = attention.spec(dims).map_err(|error| input.named(error));
-        let runtime = flags.runtime();
-        let processes = if job.is_mpi() { job.ranks() } else { 1 };
-        let prepared = prepared.and_then(|_| {
-            memory::Tensors::of(&dims, T::DTYPE, false).shared_by(processes).must_fit()
+        let held = memory::Tensors::of(&dims, T::DTYPE, false).shared_by(job.processes());
+        let prepared = prepared.and_then(|spec| {
+            held.must_fit()?;
+            output::planned(&spec, input, false)
         });
-        job.agree(prepared.map_err(Failure::from))?;
-        let planned =
-            |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
-        let sums = of_floats(T::DTYPE.accumulator());
-        let tensors = [
-            planned(
-                "out",
-                of_floats(T::DTYPE),
-                &[dims.batch, dims.q_len, dims.q_heads, dims.value_dim],
-            ),
-            planned("lse", sums, &[dims.batch, dims.q_heads, dims.q_len]),
-        ];
-        let output = shared_output::open(job, &flags.output, &tensors)?;
+        let tensors = job.agree(prepared.map_err(Failure::from))?;
+        let output = output::open(job, &flags.output, &tensors)?;
 
         let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
             .kv_heads(dims.kv_heads)
             .value_dim(dims.value_dim);
         let page_rows = flags.page_rows(dims.kv_len);
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
+        let runtime = flags.runtime();
         let endpoints = job.endpoints()?;
-        let ranks = job.run_phase(endpoints, |rank, endpoint| {
-            let cache = backend.cache(self.threads, endpoint, &attention, &runtime, shape)?;
-            DecodeRank::new(cache, rank == 0, &dims)
+        let mut caches = job.run_phase(endpoints, |_, endpoint| {
+            backend.cache(self.threads, endpoint, &attention, &runtime, shape)
         })?;
-        let ranks: Vec<Decoded<T>> = job.run_phase(ranks, |_, rank: DecodeRank<T>| {
-            rank.decode(input, steps, self.sinks).map_err(|error| input.named(error))
+        let page_rows = caches.first().map_or(0, Cache::page_rows);
+        let figures = job.run_phase(&mut caches, |rank, cache| {
+            let output = Some(&output).filter(|_| rank == 0);
+            let decoded = decode::<T>(cache, input, steps, self.sinks, output);
+            decoded.map_err(|error| input.named(error))
         })?;
-
-        let all = Runs::counting(0, dims.q_len as u64);
-        job.run_local_phase(&ranks, |_, rank| {
-            let Some((out, lse)) = rank.results() else { return Ok(()) };
-            output.write_rows("out", 1, &[TensorPart { rows: &all, values: out }], 0)?;
-            output.write_rows("lse", 2, &[TensorPart { rows: &all, values: lse }], 0)
-        })?;
-        let numbers: Vec<f64> = ranks.iter().flat_map(|rank| rank.figures.numbers()).collect();
-        let gathered = job.all_gather_numbers(&numbers)?.concat();
-        shared_output::finish(job, output)?;
+        let ranks = job.all_gather_values(&figures)?.concat();
+        output::finish(job, output)?;
         Ok(DecodeSummary {
+            ranks: ranks.len(),
             threads: self.threads,
             backend: backend.name(),
             dtype: T::DTYPE.name(),
             rows: dims.kv_len,
-            page_rows: ranks.first().map_or(0, |rank| rank.page_rows),
+            page_rows,
             prefill_rows: steps.rows[..steps.prefills].iter().map(ExactSizeIterator::len).sum(),
-            ranks: summary::DecodeFigures::of_numbers(&gathered),
+            prefill: CallSummary::of(ranks.iter().map(|rank| rank.prefill)),
+            tokens: TokenSummary::of(&ranks),
+            per_rank: ranks.iter().map(Into::into).collect(),
             seconds: start.elapsed().as_secs_f64(),
             output: message::path(&flags.output),
             output_bytes: tensors.iter().map(PlannedTensor::bytes).sum(),
         })
     }
-}
-
-/// Returns the rows of `range`, counted from `first`.
-fn rows_from(first: usize, range: Range<usize>) -> Runs {
-    Runs::counting((range.start - first) as i64, (range.end - range.start) as u64)
-}
-
-/// Returns the rows of a tensor's row axis that `own` names relative to `first`.
-fn shifted(own: &Runs, first: usize) -> Runs {
-    let mut rows = Runs::new();
-    for run in own.runs() {
-        rows.push_run(Run { start: run.start + first as i64, ..*run });
-    }
-    rows
 }

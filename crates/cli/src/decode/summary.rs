@@ -1,6 +1,6 @@
 //! Summary of a decoding: times, and bytes of a token, as text or JSON.
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     report::{bytes, counted, grouped},
@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// Calls of one rank of the same kind.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(super) struct CallFigures {
     count: u64,
     seconds: f64,
@@ -21,7 +21,7 @@ pub(super) struct CallFigures {
 }
 
 /// Figures of one rank.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(super) struct DecodeFigures {
     pub(super) prefill: CallFigures,
     pub(super) tokens: CallFigures,
@@ -31,9 +31,39 @@ pub(super) struct DecodeFigures {
     pub(super) buffer_bytes: u64,
 }
 
+/// Calls of all ranks of the same kind. Bytes are those of all ranks.
+#[derive(Debug, Serialize)]
+pub(super) struct CallSummary {
+    /// Calls of a rank.
+    calls: u64,
+    /// Seconds of the slowest rank.
+    seconds: f64,
+    bytes_sent: u64,
+    bytes_predicted: u64,
+}
+
+/// Calls of single tokens.
+#[derive(Debug, Serialize)]
+pub(super) struct TokenSummary {
+    #[serde(flatten)]
+    calls: CallSummary,
+    seconds_per_token: f64,
+    bytes_per_token_least: u64,
+    bytes_per_token_most: u64,
+}
+
+/// Memory of one rank.
+#[derive(Debug, Serialize)]
+pub(super) struct RankMemory {
+    rows: u64,
+    buffer_bytes: u64,
+}
+
 /// Figures of the whole run.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct DecodeSummary {
+    /// Number of ranks.
+    pub(super) ranks: usize,
     /// Threads of each rank.
     pub(super) threads: usize,
     /// Name of the backend.
@@ -46,8 +76,9 @@ pub(super) struct DecodeSummary {
     pub(super) page_rows: u64,
     /// Rows of the prefill.
     pub(super) prefill_rows: usize,
-    /// Figures by rank.
-    pub(super) ranks: Vec<DecodeFigures>,
+    pub(super) prefill: CallSummary,
+    pub(super) tokens: TokenSummary,
+    pub(super) per_rank: Vec<RankMemory>,
     /// Seconds from the start to the completed output file.
     pub(super) seconds: f64,
     /// Path of the output file.
@@ -66,101 +97,49 @@ impl CallFigures {
         self.sent += sent;
         self.predicted += predicted;
     }
+}
 
-    fn numbers(&self) -> [f64; 6] {
-        let Self { count, seconds, sent, least_sent, most_sent, predicted } = *self;
-        let [count, sent, least_sent, most_sent, predicted] =
-            [count, sent, least_sent, most_sent, predicted].map(|number| number as f64);
-        [count, seconds, sent, least_sent, most_sent, predicted]
-    }
-
-    fn of_numbers(&[count, seconds, sent, least_sent, most_sent, predicted]: &[f64; 6]) -> Self {
-        let [count, sent, least_sent, most_sent, predicted] =
-            [count, sent, least_sent, most_sent, predicted].map(|number| number as u64);
-        Self { count, seconds, sent, least_sent, most_sent, predicted }
+impl CallSummary {
+    /// Sums up the calls of all ranks.
+    pub(super) fn of(ranks: impl Iterator<Item = CallFigures>) -> Self {
+        let mut all = Self { calls: 0, seconds: 0.0, bytes_sent: 0, bytes_predicted: 0 };
+        for rank in ranks {
+            all.calls = rank.count;
+            all.seconds = all.seconds.max(rank.seconds);
+            all.bytes_sent += rank.sent;
+            all.bytes_predicted += rank.predicted;
+        }
+        all
     }
 }
 
-impl DecodeFigures {
-    /// Numbers of one rank.
-    const NUMBERS: usize = 14;
-
-    /// Encodes the figures as numbers for an all-gather.
-    pub(super) fn numbers(&self) -> [f64; Self::NUMBERS] {
-        let mut numbers = [0.0; Self::NUMBERS];
-        numbers[..6].copy_from_slice(&self.prefill.numbers());
-        numbers[6..12].copy_from_slice(&self.tokens.numbers());
-        numbers[12..].copy_from_slice(&[self.rows as f64, self.buffer_bytes as f64]);
-        numbers
-    }
-
-    /// Decodes [`DecodeFigures::numbers`] of all ranks. Counts are exact up to 2⁵³.
-    pub(super) fn of_numbers(all: &[f64]) -> Vec<Self> {
-        let of_rank = |numbers: &[f64; Self::NUMBERS]| {
-            let calls = numbers.as_chunks::<6>().0;
-            Self {
-                prefill: CallFigures::of_numbers(&calls[0]),
-                tokens: CallFigures::of_numbers(&calls[1]),
-                rows: numbers[12] as u64,
-                buffer_bytes: numbers[13] as u64,
-            }
-        };
-        all.as_chunks::<{ Self::NUMBERS }>().0.iter().map(of_rank).collect()
-    }
-}
-
-/// Sums over ranks of the calls of one kind.
-struct Total {
-    /// Calls of a rank.
-    count: u64,
-    /// Seconds of the slowest rank.
-    seconds: f64,
-    sent: u64,
-    /// Payload bytes of all ranks in the calls with the least and the most.
-    of_a_call: [u64; 2],
-    predicted: u64,
-}
-
-impl Total {
-    fn of(ranks: &[DecodeFigures], calls: impl Fn(&DecodeFigures) -> CallFigures) -> Self {
-        let all: Vec<CallFigures> = ranks.iter().map(calls).collect();
-        let sum = |of: fn(&CallFigures) -> u64| all.iter().map(of).sum();
+impl TokenSummary {
+    /// Sums up the tokens of all ranks.
+    pub(super) fn of(ranks: &[DecodeFigures]) -> Self {
+        let calls = CallSummary::of(ranks.iter().map(|rank| rank.tokens));
         Self {
-            count: all.first().map_or(0, |calls| calls.count),
-            seconds: all.iter().map(|calls| calls.seconds).fold(0.0, f64::max),
-            sent: sum(|calls| calls.sent),
-            of_a_call: [sum(|calls| calls.least_sent), sum(|calls| calls.most_sent)],
-            predicted: sum(|calls| calls.predicted),
+            seconds_per_token: calls.seconds / calls.calls.max(1) as f64,
+            bytes_per_token_least: ranks.iter().map(|rank| rank.tokens.least_sent).sum(),
+            bytes_per_token_most: ranks.iter().map(|rank| rank.tokens.most_sent).sum(),
+            calls,
         }
     }
+}
 
-    fn seconds_of_a_call(&self) -> f64 {
-        if self.count == 0 { 0.0 } else { self.seconds / self.count as f64 }
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "calls": self.count,
-            "seconds": self.seconds,
-            "bytes_sent": self.sent,
-            "bytes_predicted": self.predicted,
-        })
+impl From<&DecodeFigures> for RankMemory {
+    fn from(&DecodeFigures { rows, buffer_bytes, .. }: &DecodeFigures) -> Self {
+        Self { rows, buffer_bytes }
     }
 }
 
 impl DecodeSummary {
-    fn totals(&self) -> [Total; 2] {
-        let ranks = &self.ranks;
-        [Total::of(ranks, |rank| rank.prefill), Total::of(ranks, |rank| rank.tokens)]
-    }
-
     /// Prints the summary as text.
     pub(super) fn print(&self) {
-        let [prefill, tokens] = self.totals();
+        let Self { prefill, tokens, .. } = self;
         let rows = |rows: usize| counted(rows as u64, "row", "rows");
         say!(
             "{} of {}, {}, {}, {} cached in pages of {}",
-            counted(self.ranks.len() as u64, "rank", "ranks"),
+            counted(self.ranks as u64, "rank", "ranks"),
             counted(self.threads as u64, "thread", "threads"),
             self.backend,
             self.dtype,
@@ -170,16 +149,16 @@ impl DecodeSummary {
         say!(
             "prefill   {} in {}: {:.3} s, sent {}",
             rows(self.prefill_rows),
-            counted(prefill.count, "call", "calls"),
+            counted(prefill.calls, "call", "calls"),
             prefill.seconds,
-            bytes(prefill.sent)
+            bytes(prefill.bytes_sent)
         );
         say!(
             "tokens    {}: {:.3} ms and {} each, {} predicted",
-            grouped(tokens.count),
-            1e3 * tokens.seconds_of_a_call(),
-            bytes(tokens.of_a_call[1]),
-            bytes(tokens.predicted / tokens.count.max(1))
+            grouped(tokens.calls.calls),
+            1e3 * tokens.seconds_per_token,
+            bytes(tokens.bytes_per_token_most),
+            bytes(tokens.calls.bytes_predicted / tokens.calls.calls.max(1))
         );
         say!(
             "wrote {} ({}), total time {:.3} s",
@@ -188,34 +167,6 @@ impl DecodeSummary {
             self.seconds
         );
     }
-
-    /// Formats the summary as one line of JSON. Bytes are those of all ranks.
-    pub(super) fn json(&self) -> String {
-        let [prefill, tokens] = self.totals();
-        let of_rank =
-            |rank: &DecodeFigures| json!({ "rows": rank.rows, "buffer_bytes": rank.buffer_bytes });
-        let mut of_tokens = tokens.json();
-        let [least, most] = tokens.of_a_call;
-        of_tokens["seconds_per_token"] = json!(tokens.seconds_of_a_call());
-        of_tokens["bytes_per_token_least"] = json!(least);
-        of_tokens["bytes_per_token_most"] = json!(most);
-        json!({
-            "ranks": self.ranks.len(),
-            "threads": self.threads,
-            "backend": self.backend,
-            "dtype": self.dtype,
-            "rows": self.rows,
-            "page_rows": self.page_rows,
-            "prefill_rows": self.prefill_rows,
-            "prefill": prefill.json(),
-            "tokens": of_tokens,
-            "per_rank": self.ranks.iter().map(of_rank).collect::<Vec<_>>(),
-            "seconds": self.seconds,
-            "output": self.output,
-            "output_bytes": self.output_bytes,
-        })
-        .to_string()
-    }
 }
 
 #[cfg(test)]
@@ -223,16 +174,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_encoded_and_decoded_without_loss() {
-        let mut first =
-            DecodeFigures { rows: 7, buffer_bytes: 1 << 40, ..DecodeFigures::default() };
-        first.prefill.add(0.5, [3, 3]);
-        [[9, 9], [7, 8]].into_iter().for_each(|bytes| first.tokens.add(0.25, bytes));
-        let second = DecodeFigures { tokens: first.prefill, ..first };
-        let numbers = [first.numbers(), second.numbers()].concat();
-        assert_eq!(DecodeFigures::of_numbers(&numbers), [first, second]);
-        let tokens = Total::of(&[first, first], |rank| rank.tokens);
-        assert_eq!((tokens.of_a_call, tokens.sent, tokens.predicted), ([14, 18], 32, 34));
-        assert_eq!((tokens.count, tokens.seconds_of_a_call()), (2, 0.25));
+    fn calls_of_all_ranks_are_summed_up() {
+        let mut rank = DecodeFigures::default();
+        [[9, 9], [7, 8]].into_iter().for_each(|bytes| rank.tokens.add(0.25, bytes));
+        let tokens = TokenSummary::of(&[rank, rank]);
+        assert_eq!((tokens.bytes_per_token_least, tokens.bytes_per_token_most), (14, 18));
+        assert_eq!((tokens.calls.bytes_sent, tokens.calls.bytes_predicted), (32, 34));
+        assert_eq!((tokens.calls.calls, tokens.seconds_per_token), (2, 0.25));
     }
 }

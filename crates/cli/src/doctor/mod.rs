@@ -87,7 +87,7 @@ pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
     }
     let mut job = Job::start("doctor", flags.transport, DEFAULT_DEADLINE)?;
     let findings = process::findings(job.ranks());
-    let all = job.all_gather(&serde_json::to_vec(&findings).unwrap_or_default())?;
+    let all = job.all_gather_values(&findings)?;
     let printed = if job.is_leader() {
         print(&job, chosen.as_ref().ok().copied(), &all, flags.json)
     } else {
@@ -97,8 +97,8 @@ pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
     job.end(printed.and(chosen.map(|_| ())))
 }
 
-/// Prints the report. `of_ranks` contains the encoded findings of every process.
-fn print(job: &Job, isa: Option<Isa>, of_ranks: &[Vec<u8>], json: bool) -> Outcome {
+/// Prints the report. `of_ranks` has the findings of every process.
+fn print(job: &Job, isa: Option<Isa>, of_ranks: &[Vec<process::Finding>], json: bool) -> Outcome {
     let mut findings = of_build(isa);
     #[cfg(feature = "mpi")]
     if let Some(world) = job.world() {
@@ -106,9 +106,7 @@ fn print(job: &Job, isa: Option<Isa>, of_ranks: &[Vec<u8>], json: bool) -> Outco
     }
     #[cfg(not(feature = "mpi"))]
     let _: &Job = job;
-    let decode = |bytes: &Vec<u8>| serde_json::from_slice(bytes).unwrap_or_default();
-    let of_ranks: Vec<Vec<process::Finding>> = of_ranks.iter().map(decode).collect();
-    process::distinct(&of_ranks).iter().for_each(|(name, what)| findings.line(name, what));
+    process::distinct(of_ranks).iter().for_each(|(name, what)| findings.line(name, what));
     findings.print(json);
     Ok(())
 }

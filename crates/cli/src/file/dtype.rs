@@ -1,6 +1,6 @@
 //! Element types of files, and their conversion to the element types of plans.
 
-use annulus_core::{DType, Element, Result, memory};
+use annulus_core::{DType, Element};
 use half::{bf16, f16};
 use safetensors::Dtype;
 
@@ -44,13 +44,6 @@ pub(crate) fn bytes(dtype: Dtype, shape: &[usize]) -> Option<u64> {
     Some(if shape.contains(&0) { 0 } else { bits / 8 })
 }
 
-/// Converts little-endian bytes to the host's byte order, or back, in place.
-pub(crate) fn swap_if_big_endian(bytes: &mut [u8], element: usize) {
-    if cfg!(target_endian = "big") {
-        bytes.chunks_exact_mut(element).for_each(<[u8]>::reverse);
-    }
-}
-
 /// Converts floats of type `from` to `T`, each rounded once. `bytes` has `into.len()` elements.
 pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
     fn each<T: Element, const N: usize>(
@@ -63,6 +56,9 @@ pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
         }
     }
     match from {
+        same if same == T::DTYPE && cfg!(target_endian = "little") => {
+            bytemuck::cast_slice_mut(into).copy_from_slice(bytes);
+        }
         DType::F64 => each(bytes, into, f64::from_le_bytes),
         DType::F32 => each(bytes, into, |bytes| f64::from(f32::from_le_bytes(bytes))),
         DType::Bf16 => each(bytes, into, |bytes| bf16::from_le_bytes(bytes).to_f64()),
@@ -70,39 +66,28 @@ pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
     }
 }
 
-/// Converts integers of type `from`. `None` if they are none, or if one does not fit: an unsigned
-/// number of 2⁶³ or more.
-///
-/// # Errors
-/// [`annulus_core::Error::OutOfMemory`] naming the tensor `name`.
-pub(crate) fn integers(name: &str, from: Dtype, bytes: &[u8]) -> Result<Option<Vec<i64>>> {
-    let mut wide = memory::list(name, bytes.len() / element_bytes(from))?;
-    let mut each = Widen { bytes, wide: &mut wide };
-    let fits = match from {
-        Dtype::BOOL | Dtype::U8 => each.by(|bytes| Some(i64::from(u8::from_le_bytes(bytes)))),
-        Dtype::I8 => each.by(|bytes| Some(i64::from(i8::from_le_bytes(bytes)))),
-        Dtype::U16 => each.by(|bytes| Some(i64::from(u16::from_le_bytes(bytes)))),
-        Dtype::I16 => each.by(|bytes| Some(i64::from(i16::from_le_bytes(bytes)))),
-        Dtype::U32 => each.by(|bytes| Some(i64::from(u32::from_le_bytes(bytes)))),
-        Dtype::I32 => each.by(|bytes| Some(i64::from(i32::from_le_bytes(bytes)))),
-        Dtype::I64 => each.by(|bytes| Some(i64::from_le_bytes(bytes))),
-        Dtype::U64 => each.by(|bytes| i64::try_from(u64::from_le_bytes(bytes)).ok()),
+/// Appends integers of type `from`. Returns false if they are none, or if one does not fit: an
+/// unsigned number of 2⁶³ or more.
+pub(crate) fn integers(from: Dtype, bytes: &[u8], into: &mut Vec<i64>) -> bool {
+    fn each<const N: usize>(
+        bytes: &[u8],
+        into: &mut Vec<i64>,
+        widen: impl Fn([u8; N]) -> Option<i64>,
+    ) -> bool {
+        let before = into.len();
+        into.extend(bytes.as_chunks::<N>().0.iter().map_while(|chunk| widen(*chunk)));
+        into.len() - before == bytes.len() / N
+    }
+    match from {
+        Dtype::BOOL | Dtype::U8 => each(bytes, into, |of| Some(u8::from_le_bytes(of).into())),
+        Dtype::I8 => each(bytes, into, |of| Some(i8::from_le_bytes(of).into())),
+        Dtype::U16 => each(bytes, into, |of| Some(u16::from_le_bytes(of).into())),
+        Dtype::I16 => each(bytes, into, |of| Some(i16::from_le_bytes(of).into())),
+        Dtype::U32 => each(bytes, into, |of| Some(u32::from_le_bytes(of).into())),
+        Dtype::I32 => each(bytes, into, |of| Some(i32::from_le_bytes(of).into())),
+        Dtype::I64 => each(bytes, into, |of| Some(i64::from_le_bytes(of))),
+        Dtype::U64 => each(bytes, into, |of| i64::try_from(u64::from_le_bytes(of)).ok()),
         _ => false,
-    };
-    Ok(fits.then_some(wide))
-}
-
-/// Conversion of the bytes of a file to numbers.
-struct Widen<'a> {
-    bytes: &'a [u8],
-    wide: &'a mut Vec<i64>,
-}
-
-impl Widen<'_> {
-    /// Appends every element; returns false if one does not fit.
-    fn by<const N: usize>(&mut self, widen: impl Fn([u8; N]) -> Option<i64>) -> bool {
-        self.wide.extend(self.bytes.as_chunks::<N>().0.iter().map_while(|chunk| widen(*chunk)));
-        self.wide.len() == self.bytes.len() / N
     }
 }
 
@@ -157,7 +142,10 @@ mod tests {
         floats(DType::F32, bytemuck::cast_slice(&[1.0f32, f32::NAN]), &mut into);
         assert_eq!(into[0], bf16::ONE);
         assert!(into[1].is_nan());
-        let integers = |from, bytes: &[u8]| integers("ids", from, bytes).unwrap();
+        let integers = |from, bytes: &[u8]| {
+            let mut into = Vec::new();
+            integers(from, bytes, &mut into).then_some(into)
+        };
         assert_eq!(integers(Dtype::I8, &[0xff, 2]), Some(vec![-1, 2]));
         assert_eq!(integers(Dtype::U64, &7u64.to_le_bytes()), Some(vec![7]));
         assert_eq!(integers(Dtype::U64, &u64::MAX.to_le_bytes()), None);

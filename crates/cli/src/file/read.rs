@@ -2,6 +2,7 @@
 
 use std::{
     fs::File,
+    ops::Range,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -9,22 +10,16 @@ use std::{
 use annulus_core::{Element, Error, Result, Runs, memory};
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::{
-    dtype, open_regular,
-    rows::{StridedElements, for_each_strided},
-};
+use super::{dtype, open_regular, rows::for_each_range};
 use crate::{
     failure::{io, of_file},
     message,
 };
 
-/// Bytes of a buffer of elements that are converted to another type.
-const CHUNK_BYTES: usize = 1 << 18;
-/// The most bytes of one read of strided rows, with the gaps between them. This and [`CHUNK_BYTES`]
-/// bound the memory beside the array itself.
-const SPAN_BYTES: usize = 1 << 20;
-/// The largest gap between two rows that is read and discarded: copying 16 KiB takes about as long
-/// as a system call.
+/// The most bytes of one read, with the gaps between its ranges: the memory beside the array.
+const SPAN_BYTES: u64 = 1 << 20;
+/// The largest gap between two ranges that is read and discarded: copying 16 KiB takes about as
+/// long as a system call.
 const GAP_BYTES: u64 = 1 << 14;
 
 /// The largest header, the limit of the format's reference implementation.
@@ -86,23 +81,6 @@ impl TensorFile {
         Ok(Self { path: path.to_owned(), file, metadata, start })
     }
 
-    /// Checks that the tensors of these names have a supported dtype.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] naming the first that has not.
-    pub(crate) fn check_dtypes(&self, names: &[&str]) -> Result<()> {
-        for name in names {
-            if let Some(TensorInfo { dtype, .. }) = self.get(name)
-                && dtype::float(*dtype).is_none()
-                && !dtype::is_integer(*dtype)
-            {
-                let want = "a float of 16, 32 or 64 bits, an integer or bool dtype";
-                return Err(self.invalid(name, format!("dtype {dtype}"), want));
-            }
-        }
-        Ok(())
-    }
-
     /// Creates an error about the tensor `name` of this file.
     fn invalid(
         &self,
@@ -156,25 +134,10 @@ impl TensorFile {
             .ok_or_else(|| self.invalid(name, entry.dtype, "a float dtype"))?;
         let mut values = memory::zeroed::<T>(name, local_elements(entry, axis, rows))?;
         let mut rest = &mut values[..];
-        let mut scratch = ReadScratch::default();
-        for_each_strided(&entry.shape, axis, rows, |strided| {
-            let (into, after) = std::mem::take(&mut rest).split_at_mut(strided.elements());
+        self.read_rows(name, axis, rows, |bytes| {
+            let (into, after) = std::mem::take(&mut rest).split_at_mut(bytes.len() / from.bytes());
             rest = after;
-            if from == T::DTYPE {
-                let raw = bytemuck::cast_slice_mut(into);
-                self.read_strided(name, entry, strided, raw, &mut scratch.span)?;
-                dtype::swap_if_big_endian(raw, T::DTYPE.bytes());
-                return Ok(());
-            }
-            let mut into = into;
-            for part in strided.split(CHUNK_BYTES / from.bytes(), SPAN_BYTES / from.bytes()) {
-                let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements());
-                into = after;
-                scratch.dense.resize(some.len() * from.bytes(), 0);
-                self.read_strided(name, entry, part, &mut scratch.dense, &mut scratch.span)?;
-                dtype::floats(from, &scratch.dense, some);
-            }
-            Ok(())
+            dtype::floats(from, bytes, into);
         })?;
         Ok(values)
     }
@@ -187,18 +150,30 @@ impl TensorFile {
     pub(crate) fn integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i64>> {
         let entry = self.entry(name)?;
         self.refuse_floats(name)?;
-        let element = dtype::element_bytes(entry.dtype);
-        let mut bytes = memory::zeroed::<u8>(name, local_elements(entry, axis, rows) * element)?;
-        let mut rest = &mut bytes[..];
-        let mut span = Vec::new();
-        for_each_strided(&entry.shape, axis, rows, |strided| {
-            let (into, after) =
-                std::mem::take(&mut rest).split_at_mut(strided.elements() * element);
-            rest = after;
-            self.read_strided(name, entry, strided, into, &mut span)
+        let mut numbers = memory::list(name, local_elements(entry, axis, rows))?;
+        let mut fit = true;
+        self.read_rows(name, axis, rows, |bytes| {
+            fit &= dtype::integers(entry.dtype, bytes, &mut numbers);
         })?;
-        dtype::integers(name, entry.dtype, &bytes)?
-            .ok_or_else(|| self.invalid(name, "a number of 2^63 or more", "numbers below 2^63"))
+        let wrong = || self.invalid(name, "a number of 2^63 or more", "numbers below 2^63");
+        if fit { Ok(numbers) } else { Err(wrong()) }
+    }
+
+    /// Reads the rows `rows` along `axis` as bits, 64 in a word, which are 1 where an element is
+    /// not 0.
+    pub(crate) fn bits(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<u64>> {
+        let entry = self.entry(name)?;
+        let words = local_elements(entry, axis, rows).div_ceil(64);
+        let mut bits = memory::zeroed::<u64>(name, words)?;
+        let mut index = 0;
+        self.read_rows(name, axis, rows, |bytes| {
+            for element in bytes.chunks_exact(dtype::element_bytes(entry.dtype)) {
+                let is_set = element.iter().any(|&byte| byte != 0);
+                bits[index / 64] |= u64::from(is_set) << (index % 64);
+                index += 1;
+            }
+        })?;
+        Ok(bits)
     }
 
     /// As [`TensorFile::integers`], for numbers of 32 bits.
@@ -212,12 +187,6 @@ impl TensorFile {
             );
         }
         Ok(narrow)
-    }
-
-    /// Reads raw little-endian elements of the tensor `name` from element `first` on into `line`.
-    pub(crate) fn line(&self, name: &str, first: u64, line: &mut [u8]) -> Result<()> {
-        let entry = self.entry(name)?;
-        self.read(name, line, entry, first)
     }
 
     /// Checks that the tensor `name`, if there is one, has an integer or bool dtype.
@@ -244,42 +213,51 @@ impl TensorFile {
         self.get(name).ok_or_else(missing)
     }
 
-    /// Reads strided rows densely into `into`. Rows with small gaps are read together into `span`
-    /// and copied from there.
-    fn read_strided(
+    /// Reads the rows `rows` along `axis` and passes their bytes to `each`, in order. Ranges with
+    /// small gaps are read together.
+    fn read_rows(
         &self,
         name: &str,
-        entry: &TensorInfo,
-        strided: StridedElements,
-        into: &mut [u8],
-        span: &mut Vec<u8>,
+        axis: usize,
+        rows: &Runs,
+        mut each: impl FnMut(&[u8]),
     ) -> Result<()> {
-        let element = dtype::element_bytes(entry.dtype);
-        let row_bytes = strided.row * element;
-        let gap_bytes = (strided.stride - strided.row as u64).saturating_mul(element as u64);
-        if strided.rows == 1 || gap_bytes > GAP_BYTES || row_bytes > SPAN_BYTES / 4 {
-            return (0..strided.rows as u64).zip(into.chunks_mut(row_bytes)).try_for_each(
-                |(row, into)| self.read(name, into, entry, strided.first + row * strided.stride),
-            );
-        }
-        let stride_bytes = row_bytes + annulus_core::index(gap_bytes);
-        let mut into = into;
-        for part in strided.split(usize::MAX, SPAN_BYTES / element) {
-            let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements() * element);
-            into = after;
-            span.resize((part.rows - 1) * stride_bytes + row_bytes, 0);
-            self.read(name, span, entry, part.first)?;
-            for (row, into) in span.chunks(stride_bytes).zip(some.chunks_exact_mut(row_bytes)) {
-                into.copy_from_slice(&row[..row_bytes]);
+        let entry = self.entry(name)?;
+        let element = dtype::element_bytes(entry.dtype) as u64;
+        let mut bytes = Vec::new();
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut read = |ranges: &mut Vec<Range<u64>>| {
+            let [Some(first), Some(last)] = [ranges.first(), ranges.last()] else { return Ok(()) };
+            let start = first.start;
+            bytes.resize(annulus_core::index(last.end - start), 0);
+            self.read(name, &mut bytes, self.start + entry.data_offsets.0 as u64 + start)?;
+            for range in ranges.drain(..) {
+                let [first, end] = [range.start, range.end].map(|at| at - start);
+                each(&bytes[annulus_core::index(first)..annulus_core::index(end)]);
             }
-        }
-        Ok(())
+            Ok(())
+        };
+        for_each_range(&entry.shape, axis, rows, |first, count| {
+            let mut rest = first * element..(first + count) * element;
+            while !rest.is_empty() {
+                let start = ranges.first().map_or(rest.start, |first| first.start);
+                let end = ranges.last().map_or(rest.start, |last| last.end);
+                let most = start + SPAN_BYTES;
+                if rest.start < end || rest.start - end > GAP_BYTES || rest.start >= most {
+                    read(&mut ranges)?;
+                    continue;
+                }
+                let part = rest.start..rest.end.min(most);
+                rest.start = part.end;
+                ranges.push(part);
+            }
+            Ok(())
+        })?;
+        read(&mut ranges)
     }
 
-    /// Reads bytes from element `first` of `entry` on.
-    fn read(&self, name: &str, into: &mut [u8], entry: &TensorInfo, first: u64) -> Result<()> {
-        let element = dtype::element_bytes(entry.dtype) as u64;
-        let offset = self.start + entry.data_offsets.0 as u64 + first * element;
+    /// Reads bytes from byte `offset` of the file on.
+    fn read(&self, name: &str, into: &mut [u8], offset: u64) -> Result<()> {
         self.file.read_exact_at(into, offset).map_err(|error| match error.kind() {
             std::io::ErrorKind::UnexpectedEof => {
                 let end = self.file.metadata().map_or_else(
@@ -298,15 +276,6 @@ impl TensorFile {
             _ => io(&self.path, format!("tensor {}: {error}", message::name(name))),
         })
     }
-}
-
-/// Buffers of one read.
-#[derive(Debug, Default)]
-struct ReadScratch {
-    /// Rows with the gaps between them.
-    span: Vec<u8>,
-    /// Rows in the element type of the file.
-    dense: Vec<u8>,
 }
 
 /// Number of elements of the given rows. Cannot overflow: the header has been checked to describe
@@ -336,7 +305,7 @@ mod tests {
     }
 
     fn planned(shape: &[usize]) -> Vec<PlannedTensor> {
-        vec![PlannedTensor { name: "x", dtype: Dtype::F32, shape: shape.to_vec() }]
+        vec![PlannedTensor::new("x", Dtype::F32, shape)]
     }
 
     /// Returns the numbers of read and write system calls of this thread.
@@ -366,9 +335,7 @@ mod tests {
         let parts: Vec<TensorPart<'_, f32>> =
             rows.iter().zip(&values).map(|(rows, values)| TensorPart { rows, values }).collect();
         let [_, before] = calls();
-        for own in 0..parts.len() {
-            output.write_rows("x", 1, &parts, own).unwrap();
-        }
+        output.write_rows("x", 1, &parts).unwrap();
         let written = calls()[1] - before;
         assert!(written < 50, "{written} writes");
         output.finish().unwrap();
@@ -430,12 +397,8 @@ mod tests {
             // all ranks in one process, or one process per rank
             for together in [true, false] {
                 let output = OutputFile::create(&path, &planned(&shape)).unwrap();
-                for own in 0..parts.len() {
-                    if together {
-                        output.write_rows("x", 2, &parts, own).unwrap();
-                    } else {
-                        output.write_rows("x", 2, &parts[own..=own], 0).unwrap();
-                    }
+                for parts in parts.chunks(if together { parts.len() } else { 1 }) {
+                    output.write_rows("x", 2, parts).unwrap();
                 }
                 output.finish().unwrap();
                 let file = TensorFile::open(&path).unwrap();

@@ -1,18 +1,18 @@
 //! Writes safetensors files, which appear only when they are complete.
 
-use std::{cmp::Reverse, ffi::OsStr, ops::Range, os::unix::fs::FileExt, path::Path};
+use std::{borrow::Cow, cmp::Reverse, ffi::OsStr, os::unix::fs::FileExt, path::Path};
 
-use annulus_core::{Element, Error, Result, Run, Runs};
+use annulus_core::{Element, Error, Result, Runs};
 use safetensors::{
     Dtype,
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{dtype, rows::for_each_strided, staged::StagedFile};
+use super::{dtype, rows::for_each_range, staged::StagedFile};
 use crate::failure::io;
 
-/// Bytes of one write of rows that alternate between ranks: large enough that the time of the
-/// system call does not matter.
+/// Bytes of one write of adjacent rows of several parts: large enough that the time of the system
+/// call does not matter.
 const WINDOW_BYTES: usize = 1 << 20;
 
 /// Tensor of a file to write.
@@ -27,6 +27,11 @@ pub(crate) struct PlannedTensor {
 }
 
 impl PlannedTensor {
+    /// Creates a tensor.
+    pub(crate) fn new(name: &'static str, dtype: Dtype, shape: &[usize]) -> Self {
+        Self { name, dtype, shape: shape.to_vec() }
+    }
+
     /// Returns the bytes of the tensor; 0 from 2⁶¹ on, which [`OutputFile::create`] refuses.
     pub(crate) fn bytes(&self) -> u64 {
         dtype::bytes(self.dtype, &self.shape).unwrap_or_default()
@@ -96,11 +101,7 @@ impl OutputFile {
     }
 
     /// Writes rows along `axis` of the tensor `name`. `parts` has the rows of all ranks of this
-    /// process, and each rank calls this with the index of its own part.
-    ///
-    /// A rank writes the contiguous rows of its part. Strided rows, which alternate between parts,
-    /// are gathered from all parts into windows of a megabyte, and each rank writes an equal range
-    /// of the tensor: one system call for each window instead of one for each row.
+    /// process: adjacent rows of several ranks are written together, a megabyte at a time.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was created without such a tensor.
@@ -109,77 +110,46 @@ impl OutputFile {
         name: &str,
         axis: usize,
         parts: &[TensorPart<'_, T>],
-        own: usize,
     ) -> Result<()> {
         let entry = self.entry(name, Some(dtype::of_floats(T::DTYPE)))?;
-        let Some(part) = parts.get(own) else { return Ok(()) };
-        let mut rest = part.values;
-        for_each_strided(&entry.shape, axis, part.rows, |strided| {
-            let (from, after) = rest.split_at(strided.elements());
-            rest = after;
-            match (strided.rows, parts.len()) {
-                (1, _) => self.write(entry, strided.first, from),
-                // the rows between belong to other processes
-                (_, 1) => from.chunks(strided.row).zip(0u64..).try_for_each(|(row, index)| {
-                    self.write(entry, strided.first + index * strided.stride, row)
-                }),
-                _ => Ok(()),
-            }
-        })?;
-        if parts.len() > 1 { self.write_strided(entry, axis, parts, own) } else { Ok(()) }
-    }
-
-    /// Writes the strided rows of all parts in the range of the tensor of rank number `own`.
-    fn write_strided<T: Element>(
-        &self,
-        entry: &TensorInfo,
-        axis: usize,
-        parts: &[TensorPart<'_, T>],
-        own: usize,
-    ) -> Result<()> {
-        let strided: Vec<StridedRun<'_, T>> = parts.iter().flat_map(StridedRun::of_part).collect();
+        let mut ranges = Vec::new();
+        for part in parts {
+            let mut local = 0;
+            // rows of one line, which are the same in all others
+            for_each_range(&[entry.shape[axis]], 0, part.rows, |row, count| {
+                let [row, count] = [row, count].map(annulus_core::index);
+                ranges.push((row, count, part, local));
+                local += count;
+                Ok::<(), Error>(())
+            })?;
+        }
+        ranges.sort_unstable_by_key(|&(row, ..)| row);
+        // an empty tensor may have up to 2⁶³ lines
+        let is_empty = ranges.is_empty() || entry.shape.contains(&0);
+        let lines = if is_empty { 0 } else { entry.shape[..axis].iter().product() };
         let inner: usize = entry.shape[axis + 1..].iter().product();
-        let lines: usize = entry.shape[..axis].iter().product();
-        let len = entry.shape[axis];
-        if strided.is_empty() || lines * len * inner == 0 {
-            return Ok(());
-        }
-        // row numbers count over all lines: line · len + row
-        let edge = |rank: usize| {
-            (lines as u128 * len as u128 * rank as u128 / parts.len() as u128) as usize
-        };
-        let begin = edge(own);
-        let end = edge(own + 1);
-        let window = (WINDOW_BYTES / (inner * T::DTYPE.bytes())).clamp(1, (end - begin).max(1));
-        let mut rows = vec![T::zeroed(); window * inner];
-        let mut held = vec![false; window];
-        for first in (begin..end).step_by(window) {
-            let last = (first + window).min(end);
-            held.fill(false);
-            for line in first / len..=(last - 1) / len {
-                let within = |row: usize| row.clamp(line * len, (line + 1) * len) - line * len;
-                for run in &strided {
-                    run.for_each_row(line, within(first)..within(last), inner, |row, values| {
-                        let index = line * len + row - first;
-                        held[index] = true;
-                        rows[index * inner..][..inner].copy_from_slice(values);
-                    });
+        let mut window: Vec<T> = Vec::new();
+        let mut first = 0;
+        for line in 0..lines {
+            for &(row, count, part, local) in &ranges {
+                let at = (line * entry.shape[axis] + row) * inner;
+                let from = line * annulus_core::index(part.rows.len()) + local;
+                let values = &part.values[from * inner..][..count * inner];
+                let is_full = (window.len() + values.len()) * size_of::<T>() > WINDOW_BYTES;
+                if first + window.len() != at || is_full {
+                    self.write(entry, first as u64, &window)?;
+                    window.clear();
+                    first = at;
+                }
+                if size_of_val(values) > WINDOW_BYTES {
+                    self.write(entry, at as u64, values)?;
+                    first = at + values.len();
+                } else {
+                    window.extend_from_slice(values);
                 }
             }
-            // other rows are contiguous in a part, or of other processes
-            let mut index = 0;
-            for run in held[..last - first].chunk_by(|a, b| a == b) {
-                if run[0] {
-                    self.write(
-                        entry,
-                        ((first + index) * inner) as u64,
-                        &rows[index * inner..][..run.len() * inner],
-                    )?;
-                }
-                index += run.len();
-            }
         }
-        Ok(())
+        self.write(entry, first as u64, &window)
     }
 
     /// Writes elements of the tensor `name` from element `first` on, in row-major order.
@@ -226,14 +196,11 @@ impl OutputFile {
     }
 
     fn write<T: Element>(&self, entry: &TensorInfo, first: u64, values: &[T]) -> Result<()> {
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        let offset = first * T::DTYPE.bytes() as u64;
-        if cfg!(target_endian = "little") {
-            return self.write_at(bytes, entry, offset);
+        let mut bytes = Cow::Borrowed(bytemuck::cast_slice(values));
+        if cfg!(target_endian = "big") {
+            bytes.to_mut().chunks_exact_mut(T::DTYPE.bytes()).for_each(<[u8]>::reverse);
         }
-        let mut swapped = bytes.to_vec();
-        dtype::swap_if_big_endian(&mut swapped, T::DTYPE.bytes());
-        self.write_at(&swapped, entry, offset)
+        self.write_at(&bytes, entry, first * T::DTYPE.bytes() as u64)
     }
 
     /// Writes bytes from byte `offset` of `entry` on.
@@ -242,57 +209,6 @@ impl OutputFile {
             .file()
             .write_all_at(bytes, self.start + entry.data_offsets.0 as u64 + offset)
             .map_err(|error| io(self.staged.named(), error))
-    }
-}
-
-/// Run of strided rows of a part.
-struct StridedRun<'a, T> {
-    run: Run,
-    /// Number of rows of the part before the run.
-    before: usize,
-    /// Number of rows of the part.
-    len: usize,
-    /// Values of the part.
-    values: &'a [T],
-}
-
-impl<'a, T: Element> StridedRun<'a, T> {
-    /// Returns the strided runs of a part.
-    fn of_part(part: &TensorPart<'a, T>) -> Vec<Self> {
-        let mut before = 0;
-        let mut strided = Vec::new();
-        for &run in part.rows.runs() {
-            // the same condition as in `for_each_strided`
-            if run.step > 1 && run.count > 1 {
-                strided.push(Self {
-                    run,
-                    before,
-                    len: annulus_core::index(part.rows.len()),
-                    values: part.values,
-                });
-            }
-            before += annulus_core::index(run.count);
-        }
-        strided
-    }
-
-    /// Calls `each` with the number and the values of every row of the run that is in `rows` of
-    /// line `line`.
-    fn for_each_row(
-        &self,
-        line: usize,
-        rows: Range<usize>,
-        inner: usize,
-        mut each: impl FnMut(usize, &[T]),
-    ) {
-        let number = |row: usize| i64::try_from(row).unwrap_or(i64::MAX);
-        for index in self.run.indices_within(number(rows.start), number(rows.end)) {
-            let local = line * self.len + self.before + annulus_core::index(index);
-            each(
-                annulus_core::index(self.run.at(index).cast_unsigned()),
-                &self.values[local * inner..][..inner],
-            );
-        }
     }
 }
 

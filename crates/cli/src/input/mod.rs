@@ -1,40 +1,45 @@
 //! Input file of an attention: its tensors, the lengths that they determine, and one rank's rows.
 
-mod check;
-
-use std::{
-    cell::RefCell,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use annulus::Tensors as Borrowed;
-use annulus_core::{
-    Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape, memory,
-};
-use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
+use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
+use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
+use safetensors::tensor::TensorInfo;
 
 use crate::{
     arguments::documents,
     failure::{Outcome, of_file},
-    file::{TensorFile, element_bytes, float},
+    file::{TensorFile, float, of_floats},
 };
 
-/// Names of input tensors.
-const INPUT_NAMES: [&str; 14] = [
-    "query",
-    "key",
-    "value",
-    "dout",
-    "dlse",
-    "bias",
-    "attention_mask",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "cum_seqlens_q",
-    "cum_seqlens_k",
-    "softmax_aux",
-    "q_positions",
-    "kv_positions",
+/// Element types of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// f64, f32, bf16 or f16.
+    Floats,
+    /// Integers or bools.
+    Integers,
+}
+
+/// Input tensors: name, element types, and the lengths of the axes by letter: b batch, q and k
+/// rows, h query heads, g KV heads, d head dim, v value dim. Without letters the shape has a check
+/// of its own.
+const TENSORS: [(&str, Kind, &str); 14] = [
+    ("query", Kind::Floats, "bqhd"),
+    ("key", Kind::Floats, "bkgd"),
+    ("value", Kind::Floats, "bkgv"),
+    ("dout", Kind::Floats, "bqhv"),
+    ("dlse", Kind::Floats, "bhq"),
+    ("bias", Kind::Floats, ""),
+    ("attention_mask", Kind::Integers, ""),
+    ("q_segment_ids", Kind::Integers, "bq"),
+    ("kv_segment_ids", Kind::Integers, "bk"),
+    ("cum_seqlens_q", Kind::Integers, ""),
+    ("cum_seqlens_k", Kind::Integers, ""),
+    ("softmax_aux", Kind::Floats, ""),
+    ("q_positions", Kind::Integers, "bq"),
+    ("kv_positions", Kind::Integers, "bk"),
 ];
 /// Names of output tensors, which the file of a case has too.
 const OUTPUT_NAMES: [&str; 9] =
@@ -87,20 +92,8 @@ impl<T: Element> Share<T> {
     }
 }
 
-/// One rank's rows of the output gradients.
-#[derive(Debug)]
-pub(crate) struct OutputGradients<T: Element> {
-    /// ∂L/∂out.
-    pub(crate) dout: Array4<T>,
-    dlse: Option<Array3<T::Accumulator>>,
-}
-
-impl<T: Element> OutputGradients<T> {
-    /// Borrows ∂L/∂lse, if the file has it.
-    pub(crate) fn dlse_view(&self) -> Option<ArrayView3<'_, T::Accumulator>> {
-        self.dlse.as_ref().map(|dlse| dlse.view())
-    }
-}
+/// One rank's rows of ∂L/∂out and, if the file has it, of ∂L/∂lse.
+type OutputGradients<T> = (Array4<T>, Option<Array3<<T as Element>::Accumulator>>);
 
 /// (length, tensor) pairs: the tensor that determines each length.
 const LENGTHS: [(&str, &str); 7] = [
@@ -113,17 +106,17 @@ const LENGTHS: [(&str, &str); 7] = [
     ("value_dim", "value"),
 ];
 
+fn is_input(name: &str) -> bool {
+    TENSORS.iter().any(|(known, ..)| *known == name)
+}
+
 /// Adds the file to an error about a tensor, or about a length that a tensor determines.
 fn name_file(path: &Path, error: Error) -> Error {
     let Error::InvalidArgument { argument, got, want } = &error else { return error };
     if let Some((length, tensor)) = LENGTHS.iter().find(|(length, _)| length == argument) {
         return of_file(path, &format!("{tensor}: {length}"), got, want);
     }
-    if INPUT_NAMES.contains(&argument.as_str()) {
-        of_file(path, argument, got, want)
-    } else {
-        error
-    }
+    if is_input(argument) { of_file(path, argument, got, want) } else { error }
 }
 
 impl Input {
@@ -134,7 +127,9 @@ impl Input {
 
     fn of_tensors(path: &Path) -> Result<Self> {
         let tensors = TensorFile::open(path)?;
-        tensors.check_dtypes(&INPUT_NAMES)?;
+        let of_query = tensors.entry("query")?.dtype;
+        let dtype =
+            float(of_query).ok_or_else(|| Error::invalid("query", of_query, "a float dtype"))?;
         let shape4 = |name| {
             tensors
                 .need(name, 4)
@@ -144,14 +139,68 @@ impl Input {
             (shape4("query")?, shape4("key")?, shape4("value")?);
         let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
         let bias = tensors.get("bias").map(|_| shape4("bias")).transpose()?;
-        let of_query = tensors.need("query", 4)?.dtype;
-        let dtype =
-            float(of_query).ok_or_else(|| Error::invalid("query", of_query, "a float dtype"))?;
         let input = Self { path: path.to_owned(), tensors, dims, dtype, bias, documents: None };
-        input.check_shapes()?;
-        input.check_dtypes()?;
+        input.check()?;
         dims.validate()?;
         Ok(input)
+    }
+
+    /// Checks element types and shapes of the tensors against each other.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the first tensor that does not match.
+    fn check(&self) -> Result<()> {
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
+        let length = |axis| match axis {
+            'b' => batch,
+            'q' => q_len,
+            'k' => kv_len,
+            'h' => q_heads,
+            'g' => kv_heads,
+            'd' => head_dim,
+            _ => value_dim,
+        };
+        let want_dtype = of_floats(self.dtype);
+        for (name, kind, axes) in TENSORS {
+            let Some(TensorInfo { dtype, shape, .. }) = self.tensors.get(name) else { continue };
+            if kind == Kind::Integers {
+                self.tensors.refuse_floats(name)?;
+            } else if float(*dtype).is_none() {
+                return Err(Error::invalid(name, dtype, "a float dtype"));
+            }
+            if ["key", "value"].contains(&name) && *dtype != want_dtype {
+                let want = format!("{want_dtype}, the dtype of query");
+                return Err(Error::invalid(name, dtype, want));
+            }
+            let wrong = |want: String| Err(Error::invalid(name, format!("shape {shape:?}"), want));
+            let want: Vec<usize> = axes.chars().map(length).collect();
+            if !want.is_empty() && *shape != want {
+                return wrong(format!("{want:?}, to match query and key"));
+            }
+            let one_or = |len: usize| if len == 1 { "1".to_owned() } else { format!("{len} or 1") };
+            match (name, &shape[..]) {
+                ("attention_mask", &[b, h, q, k])
+                    if [batch, 1].contains(&b)
+                        && [q_heads, 1].contains(&h)
+                        && [q, k] == [q_len, kv_len] => {}
+                ("attention_mask", _) => {
+                    let broadcast = [batch, q_heads].map(one_or).join(", ");
+                    return wrong(format!("[{broadcast}, {q_len}, {kv_len}]"));
+                }
+                ("cum_seqlens_q" | "cum_seqlens_k", shape) if shape.len() != 1 => {
+                    return wrong("[sequences + 1]".to_owned());
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the first tensor that a KV cache has no place for.
+    pub(crate) fn not_cached(&self) -> Option<&'static str> {
+        let is_cached = |kind, name| kind == Kind::Floats && name != "bias";
+        let mut all = TENSORS.into_iter().filter(|&(name, kind, _)| !is_cached(kind, name));
+        all.find(|(name, ..)| self.has(name)).map(|(name, ..)| name)
     }
 
     /// Adds the packed documents of the command line.
@@ -173,7 +222,7 @@ impl Input {
 
     /// Lists tensors with unknown names, which are most likely misspelled.
     pub(crate) fn unknown_names(&self) -> Vec<String> {
-        let is_known = |name: &str| INPUT_NAMES.contains(&name) || OUTPUT_NAMES.contains(&name);
+        let is_known = |name: &str| is_input(name) || OUTPUT_NAMES.contains(&name);
         self.tensors.names().into_iter().filter(|name| !is_known(name)).collect()
     }
 
@@ -325,7 +374,7 @@ impl Input {
             .has("dlse")
             .then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len]))
             .transpose()?;
-        Ok(OutputGradients { dout, dlse })
+        Ok((dout, dlse))
     }
 
     fn array<T: Element, D: IntoDimension>(
@@ -358,30 +407,17 @@ impl Input {
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
-    /// Reads the dense mask of these query rows line by line and keeps it as bits.
+    /// Reads the dense mask of these query rows, which is kept as bits.
     fn attention_mask(&self, q_rows: &Runs) -> Result<Option<DenseMask>> {
-        const NAME: &str = "attention_mask";
-        let Some(entry) = self.tensors.get(NAME) else { return Ok(None) };
-        let [batch, heads, q_len, kv_len] = [0, 1, 2, 3].map(|axis| entry.shape[axis]);
-        let rows = memory::collect(
-            NAME,
-            annulus_core::index(q_rows.len()),
-            q_rows.iter().map(i64::cast_unsigned),
-        )?;
-        let element = element_bytes(entry.dtype);
-        let line = RefCell::new((None, memory::zeroed::<u8>(NAME, kv_len * element)?));
-        let failed = RefCell::new(None);
-        let mask = DenseMask::try_from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {
-            let (held, bytes) = &mut *line.borrow_mut();
-            let wanted = ((b * heads + h) * q_len) as u64 + rows[q];
-            if *held != Some(wanted) {
-                *held = Some(wanted);
-                if let Err(error) = self.tensors.line(NAME, wanted * kv_len as u64, bytes) {
-                    failed.borrow_mut().get_or_insert(error);
-                }
-            }
-            bytes[k * element..][..element].iter().any(|&byte| byte != 0)
-        })?;
-        failed.into_inner().map_or(Ok(Some(mask)), Err)
+        let name = "attention_mask";
+        let Some(entry) = self.tensors.get(name) else { return Ok(None) };
+        let bits = self.tensors.bits(name, 2, q_rows)?;
+        let rows = annulus_core::index(q_rows.len());
+        let [batch, heads, kv_len] = [0, 1, 3].map(|axis| entry.shape[axis]);
+        let mask = DenseMask::try_from_fn([batch, heads, rows, kv_len], |[b, h, q, k]| {
+            let index = ((b * heads + h) * rows + q) * kv_len + k;
+            bits[index / 64] >> (index % 64) & 1 == 1
+        });
+        mask.map(Some)
     }
 }

@@ -19,6 +19,7 @@ use annulus_comm::{
     threads::{self, Threads, each_rank},
 };
 use annulus_core::{Backend, Error, Host, Result, Transport};
+use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
     arguments::ring::{RankKind, TransportName, threads_per_rank},
@@ -154,6 +155,11 @@ impl Job {
         self.ranks
     }
 
+    /// Number of processes.
+    pub(crate) const fn processes(&self) -> usize {
+        if self.is_mpi() { self.ranks } else { 1 }
+    }
+
     /// True if every rank is an MPI process.
     pub(crate) const fn is_mpi(&self) -> bool {
         #[cfg(feature = "mpi")]
@@ -254,20 +260,20 @@ impl Job {
         Ok(vec![bytes.to_vec()])
     }
 
-    /// All-gathers equally many numbers of each process.
+    /// All-gathers a value of every process, by rank.
     ///
     /// # Ordering
     /// Collective over the processes.
-    pub(crate) fn all_gather_numbers(&mut self, numbers: &[f64]) -> Outcome<Vec<Vec<f64>>> {
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    pub(crate) fn all_gather_values<T: Serialize + DeserializeOwned>(
+        &mut self,
+        value: &T,
+    ) -> Outcome<Vec<T>> {
+        let bytes = serde_json::to_vec(value).map_err(Error::internal)?;
         let decoded = |(peer, bytes): (usize, Vec<u8>)| {
-            let decoded: Vec<f64> =
-                bytes.as_chunks::<8>().0.iter().copied().map(f64::from_le_bytes).collect();
-            if decoded.len() == numbers.len() {
-                return Ok(decoded);
-            }
-            let what = format!("{} numbers, want {}", decoded.len(), numbers.len());
-            Err(Error::Comm { peer, step: 0, what }.into())
+            let wrong = |error: serde_json::Error| {
+                Failure::from(Error::Comm { peer, step: 0, what: error.to_string() })
+            };
+            serde_json::from_slice(&bytes).map_err(wrong)
         };
         self.all_gather(&bytes)?.into_iter().enumerate().map(decoded).collect()
     }

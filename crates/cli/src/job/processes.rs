@@ -23,10 +23,11 @@ use annulus_comm::{
     mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings, Timeout},
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
+use serde::{Deserialize, Serialize};
 
 use super::RankEndpoint;
 use crate::{
-    failure::{Failure, Outcome, SILENT_EXIT_DELAY},
+    failure::{Failure, Outcome, SILENT_EXIT_DELAY, is_echo},
     interrupt,
     launcher::{self, LaunchedRank},
     report::{complain, warn_of_silence},
@@ -189,7 +190,7 @@ impl World {
 
     pub(super) fn agree<T>(&mut self, mine: Outcome<T>) -> Outcome<T> {
         let status = mine.as_ref().err().map(RankStatus::of);
-        let bytes = status.as_ref().map_or_else(Vec::new, RankStatus::encode);
+        let bytes = RankStatus::encode(status.as_ref());
         // a fatal error may come from a rank that was lost and does not answer
         let gathered = if status.is_some_and(|status| status.fatal) {
             self.all_gather_within(&bytes, AFTER_FATAL_DEADLINE)
@@ -305,7 +306,8 @@ fn is_loss_of_rank_0(failure: &Failure) -> bool {
     )
 }
 
-/// Failure of one rank as a message: `[code][fatal][echo][text]`.
+/// Failure of one rank as a message.
+#[derive(Serialize, Deserialize)]
 struct RankStatus {
     /// The exit code.
     code: u8,
@@ -320,30 +322,18 @@ struct RankStatus {
 impl RankStatus {
     fn of(failure: &Failure) -> Self {
         let (fatal, echo) = match failure {
-            Failure::Library(error) => (
-                error.is_fatal() || matches!(error, Error::ArrivalTimeout { .. }),
-                matches!(
-                    error,
-                    Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }
-                ),
-            ),
+            Failure::Library(error) => {
+                (error.is_fatal() || matches!(error, Error::ArrivalTimeout { .. }), is_echo(error))
+            }
             _ => (false, false),
         };
         Self { code: failure.code(), fatal, echo, what: failure.text() }
     }
 
-    fn encode(&self) -> Vec<u8> {
-        [&[self.code, u8::from(self.fatal), u8::from(self.echo)], self.what.as_bytes()].concat()
-    }
-
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        let (&[code, fatal, echo], what) = bytes.split_first_chunk()?;
-        Some(Self {
-            code,
-            fatal: fatal != 0,
-            echo: echo != 0,
-            what: String::from_utf8_lossy(what).into_owned(),
-        })
+    /// Encodes the status of a rank: empty if it has not failed.
+    fn encode(status: Option<&Self>) -> Vec<u8> {
+        // cannot fail: all keys are strings
+        status.map_or_else(Vec::new, |status| serde_json::to_vec(status).unwrap_or_default())
     }
 }
 
@@ -353,7 +343,7 @@ fn common_failure(all: &[Vec<u8>]) -> Option<Failure> {
     let failed: Vec<(usize, RankStatus)> = all
         .iter()
         .enumerate()
-        .filter_map(|(rank, bytes)| Some((rank, RankStatus::decode(bytes)?)))
+        .filter_map(|(rank, bytes)| Some((rank, serde_json::from_slice(bytes).ok()?)))
         .collect();
     let (rank, first) = failed.iter().find(|(_, status)| !status.echo).or(failed.first())?;
     let common =
@@ -367,7 +357,7 @@ mod tests {
     use super::*;
 
     fn status(failure: &Failure) -> Vec<u8> {
-        RankStatus::of(failure).encode()
+        RankStatus::encode(Some(&RankStatus::of(failure)))
     }
 
     fn judged(all: &[Vec<u8>]) -> Option<(Option<usize>, u8, String)> {

@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use crate::{
     arguments::{
         names,
-        values::{DTypeName, count, dim, share, sinks_count, whole, whole_u64},
+        values::{ShapeFlags, count, dtype, share, sinks_count, whole, whole_u64},
     },
     failure::{Failure, Outcome},
     file::{OutputFile, PlannedTensor, element_bytes, float, of_floats},
@@ -35,30 +35,24 @@ pub(crate) struct MakeFlags {
     /// Print errors only
     #[arg(long, short)]
     quiet: bool,
-    /// Batch rows
-    #[arg(long, value_name = "N", default_value = "1", value_parser = count)]
-    batch: usize,
+    #[command(flatten)]
+    recipe: Recipe,
+}
+
+/// Content of a generated file.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Recipe {
     /// Queries
     #[arg(long, value_name = "N", default_value = "1024", value_parser = whole)]
     q_len: usize,
     /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
-    /// Query heads
-    #[arg(long, value_name = "N", default_value = "8", value_parser = count)]
-    heads: usize,
-    /// KV heads. Default: as many as query heads
-    #[arg(long, value_name = "N", value_parser = count)]
-    kv_heads: Option<usize>,
-    /// Dim of queries and keys, 1 to 512
-    #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
-    head_dim: usize,
-    /// Dim of values, 1 to 512. Default: that of queries
-    #[arg(long, value_name = "N", value_parser = dim)]
-    value_dim: Option<usize>,
+    #[command(flatten)]
+    shape: ShapeFlags,
     /// Element type of query, key, value and dout
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: DTypeName,
+    #[arg(long, value_parser = dtype(), default_value = "f32")]
+    dtype: DType,
     /// Seed of the numbers
     #[arg(long, value_name = "N", default_value = "0", value_parser = whole_u64)]
     seed: u64,
@@ -86,85 +80,53 @@ pub(crate) struct MakeFlags {
     documents: Vec<usize>,
 }
 
-/// Content of a generated file.
-#[derive(Debug, Clone)]
-pub(crate) struct Recipe {
-    /// Lengths.
-    pub(crate) dims: Dims,
-    /// Element type of query, key, value and dout.
-    pub(crate) dtype: DType,
-    /// Seed.
-    pub(crate) seed: u64,
-    /// True to add dout and dlse.
-    pub(crate) backward: bool,
-    /// Axes that the bias keeps; `None` adds no bias.
-    pub(crate) bias: Option<[bool; 4]>,
-    /// Form and number of sinks; `None` adds none.
-    pub(crate) sinks: Option<(SinksForm, usize)>,
-    /// Probability of a visible pair in the dense mask; `None` adds no mask.
-    pub(crate) mask: Option<f64>,
-    /// Segments per batch row; `None` adds no segment ids.
-    pub(crate) segments: Option<usize>,
-    /// Lengths of packed documents; empty without packing.
-    pub(crate) documents: Vec<usize>,
-}
-
 impl Recipe {
-    /// Creates a recipe of queries, keys and values only.
-    pub(crate) const fn new(dims: Dims, dtype: DType, seed: u64) -> Self {
+    /// Creates a recipe of queries, keys and values in f32, for one batch row.
+    pub(crate) fn new(dims: &Dims, documents: &[usize]) -> Self {
+        let shape = ShapeFlags {
+            batch: dims.batch,
+            heads: dims.q_heads,
+            kv_heads: Some(dims.kv_heads),
+            head_dim: dims.head_dim,
+            value_dim: Some(dims.value_dim),
+        };
         Self {
-            dims,
-            dtype,
-            seed,
+            q_len: dims.q_len,
+            kv_len: Some(dims.kv_len),
+            shape,
+            dtype: DType::F32,
+            seed: 0,
             backward: false,
             bias: None,
             sinks: None,
+            sinks_count: 1,
             mask: None,
             segments: None,
-            documents: Vec::new(),
+            documents: documents.to_vec(),
         }
+    }
+
+    fn dims(&self) -> Dims {
+        self.shape.dims(self.q_len, self.kv_len)
     }
 }
 
 /// Runs `annulus make`.
 pub(crate) fn run(flags: &MakeFlags) -> Outcome {
-    let MakeFlags { batch, q_len, heads, head_dim, .. } = *flags;
-    let dims = Dims {
-        batch,
-        q_len,
-        kv_len: flags.kv_len.unwrap_or(q_len),
-        q_heads: heads,
-        kv_heads: flags.kv_heads.unwrap_or(heads),
-        head_dim,
-        value_dim: flags.value_dim.unwrap_or(head_dim),
-    };
+    let MakeFlags { output, quiet, recipe } = flags;
+    let dims = recipe.dims();
     dims.validate().map_err(|error| names::of_flags(error, &[]))?;
-    let packed = flags.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
-    if packed.is_none_or(|packed| packed > dims.q_len.min(dims.kv_len)) {
-        let want = format!("at most {} together (--q-len, --kv-len)", dims.q_len.min(dims.kv_len));
+    let packed = recipe.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
+    let rows = dims.q_len.min(dims.kv_len);
+    if packed.is_none_or(|packed| packed > rows) {
+        let want = format!("at most {rows} together (--q-len, --kv-len)");
         return Err(Failure::usage("--documents", "more rows than there are", want));
     }
-    let recipe = Recipe {
-        backward: flags.backward,
-        bias: flags.bias,
-        sinks: flags.sinks.map(|form| (form, flags.sinks_count)),
-        mask: flags.mask,
-        segments: flags.segments,
-        documents: flags.documents.clone(),
-        ..Recipe::new(dims, flags.dtype.into(), flags.seed)
-    };
-    let bytes = make(&recipe, &flags.output)?;
-    if !flags.quiet {
-        say!("wrote {} ({})", crate::message::path(&flags.output), crate::report::bytes(bytes));
+    let bytes = make(recipe, output)?;
+    if !quiet {
+        say!("wrote {} ({})", crate::message::path(output), crate::report::bytes(bytes));
     }
     Ok(())
-}
-
-impl MakeFlags {
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        vec![("--output", &self.output)]
-    }
 }
 
 /// Parses axes such as `11qk`: true for each of b, h, q, k that is kept.
@@ -202,11 +164,9 @@ pub(crate) fn bytes(recipe: &Recipe) -> u64 {
 }
 
 fn planned(recipe: &Recipe) -> Vec<PlannedTensor> {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
-    let data = of_floats(recipe.dtype);
-    let sums = of_floats(recipe.dtype.accumulator());
-    let planned =
-        |name, dtype, shape: &[usize]| PlannedTensor { name, dtype, shape: shape.to_vec() };
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims();
+    let [data, sums] = [recipe.dtype, recipe.dtype.accumulator()].map(of_floats);
+    let planned = PlannedTensor::new;
     let mut all = vec![
         planned("query", data, &[batch, q_len, q_heads, head_dim]),
         planned("key", data, &[batch, kv_len, kv_heads, head_dim]),
@@ -222,11 +182,10 @@ fn planned(recipe: &Recipe) -> Vec<PlannedTensor> {
             full.iter().zip(kept).map(|(&len, kept)| if kept { len } else { 1 }).collect();
         all.push(planned("bias", sums, &shape));
     }
+    let count = recipe.sinks_count;
     match recipe.sinks {
-        Some((SinksForm::Shared, count)) => all.push(planned("softmax_aux", sums, &[count])),
-        Some((SinksForm::PerHead, count)) => {
-            all.push(planned("softmax_aux", sums, &[q_heads, count]))
-        }
+        Some(SinksForm::Shared) => all.push(planned("softmax_aux", sums, &[count])),
+        Some(SinksForm::PerHead) => all.push(planned("softmax_aux", sums, &[q_heads, count])),
         None => {}
     }
     if recipe.mask.is_some() {

@@ -17,11 +17,10 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        device::DeviceFlags,
         ring::TransportName,
-        values::{DTypeName, dim, ranks, silence, threads},
+        values::{dim, dtype, ranks, silence, threads},
     },
-    backend::BackendChoice,
+    backend::{BackendChoice, DeviceFlags},
     failure::Outcome,
     file::TextDocument,
     job::Job,
@@ -52,8 +51,8 @@ pub(crate) struct MeasureFlags {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Element types
-    #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
-    dtype: Vec<DTypeName>,
+    #[arg(long, value_parser = dtype(), default_value = "f32", value_delimiter = ',')]
+    dtype: Vec<DType>,
     /// Head dims, 1 to 512
     #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',',
         value_parser = dim)]
@@ -76,16 +75,11 @@ pub(crate) struct MeasureFlags {
     deadline: Duration,
 }
 
-impl MeasureFlags {
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        self.out.iter().map(|path| ("--out", path.as_path())).collect()
-    }
-}
+impl MeasureFlags {}
 
 /// Runs `annulus measure`.
 pub(crate) fn run(flags: &MeasureFlags) -> Outcome {
-    let backend = flags.device.open(flags.transport, flags.deadline)?;
+    let backend = BackendChoice::open(&flags.device, flags.transport, flags.deadline)?;
     let mut job = Job::start("measure", flags.transport, flags.deadline)?;
     let done = measure(flags, &mut job, &backend);
     job.end(done)
@@ -114,7 +108,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
             if flags.dtype[..index].contains(&dtype) || flags.ds[..number].contains(&head_dim) {
                 continue;
             }
-            let rate = match DType::from(dtype) {
+            let rate = match dtype {
                 DType::F64 => rates::measure::<f64>(job, backend, threads, head_dim),
                 DType::F32 => rates::measure::<f32>(job, backend, threads, head_dim),
                 DType::Bf16 => rates::measure::<bf16>(job, backend, threads, head_dim),
@@ -172,10 +166,9 @@ fn print(machine: &Machine) {
 
 /// Returns the least memory of a node, divided by its ranks.
 fn memory_of_rank(job: &mut Job, ranks_per_node: usize) -> Outcome<u64> {
-    let node = memory::most_bytes().unwrap_or(u64::MAX) as f64;
-    let all = job.all_gather_numbers(&[node])?;
-    let least = all.iter().flatten().copied().fold(f64::INFINITY, f64::min);
-    Ok((least / ranks_per_node.max(1) as f64) as u64)
+    let node = memory::most_bytes().unwrap_or(u64::MAX);
+    let least = job.all_gather_values(&node)?.into_iter().min().unwrap_or(node);
+    Ok(least / ranks_per_node.max(1) as u64)
 }
 
 /// Returns the median of some numbers; 0 if there are none.

@@ -53,7 +53,7 @@ pub(super) fn measure<T: Element>(
     threads: usize,
     head_dim: usize,
 ) -> Outcome<ComputeRate> {
-    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let own_ranks = job.ranks() / job.processes();
     let own = job.run_local_phase(0..own_ranks, |_, _| {
         rates_of_rank::<T>(head_dim, |attention, dims| {
             let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
@@ -76,7 +76,7 @@ fn token<T: Element>(
     threads: usize,
     head_dim: usize,
 ) -> Outcome<TokenRate> {
-    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let own_ranks = job.ranks() / job.processes();
     let row_bytes = 2 * HEADS * head_dim * size_of::<T>();
     let rows = (CHUNK_BYTES / row_bytes).max(1);
     let own = job.run_local_phase(0..own_ranks, |_, _| {
@@ -123,7 +123,7 @@ fn mean_of_ranks<const N: usize>(job: &mut Job, own: &[[f64; N]]) -> Outcome<[f6
         numbers.sum::<f64>() / count
     }
     let own: [f64; N] = from_fn(|figure| mean(own.iter().map(|of_rank| of_rank[figure])));
-    let all = job.all_gather_numbers(&own)?;
+    let all = job.all_gather_values(&own.to_vec())?;
     Ok(from_fn(|figure| mean(all.iter().map(|of_process| of_process[figure]))))
 }
 

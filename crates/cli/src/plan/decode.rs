@@ -59,12 +59,6 @@ impl TokenFigures {
         })
     }
 
-    /// Formats the figures as JSON.
-    pub(super) fn json(&self) -> String {
-        // cannot fail: all numbers are finite and all keys are strings
-        serde_json::to_string_pretty(self).map(|text| text + "\n").unwrap_or_default()
-    }
-
     /// Prints the figures.
     pub(super) fn print(&self) {
         let rows = counted(self.cached_rows as u64, "cached row", "cached rows");

@@ -1,10 +1,12 @@
-//! The reproducible order: its backward pass, in which queries are sent, and the partial results of
-//! leaves that wait to be merged.
+//! The reproducible order: the partial results of leaves that wait to be merged.
 
-use annulus_core::{Backend, LeafMerges, RankLeaves, Result, Spec, leaves_of};
-use annulus_plan::{NeedsIndex, RankSchedule, RingShards, RingTraffic, Route, Traffic};
+use std::sync::Arc;
+
+use annulus_core::{LeafMerges, RankLeaves, Result, Shard, leaves_of};
+use annulus_plan::RankSchedule;
 use serde::Serialize;
 
+use super::ring::{PlannedRing, QueryPass};
 use crate::report::{bytes, counted};
 
 /// The most ranks of which every one is planned; of more, as many at equal distances.
@@ -29,103 +31,45 @@ pub(super) struct LeafFigures {
     ranks_planned: usize,
 }
 
-/// Second pass of a backward pass in the reproducible order, in which queries are sent.
-pub(super) struct QueryPass<'a> {
-    needs: NeedsIndex<'a>,
-    route: Route,
-    row_bytes: u64,
-}
-
-impl<'a> QueryPass<'a> {
-    /// Plans the pass; `None` if the order is not reproducible.
-    pub(super) fn new(spec: &'a Spec, route: Route, shards: &RingShards) -> Result<Option<Self>> {
-        if spec.leaf_rows.is_none() {
-            return Ok(None);
-        }
-        let tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
-        let tick = &mut || ();
-        let mask = spec.mask.as_ref();
-        let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
-        let needs = needs.in_tiles(tile);
-        let row_bytes = spec.query_row_layout().bytes();
-        Ok(Some(Self { needs, route: route.opposite(), row_bytes }))
-    }
-
-    /// Returns the steps of one rank.
-    pub(super) fn schedule(&self, rank: usize) -> RankSchedule {
-        RankSchedule::derive(&self.needs, self.route, false, rank, &mut || ())
-    }
-
-    /// Returns the bytes that each rank sends.
-    pub(super) fn bytes_of_ranks(&self) -> Vec<u128> {
-        let traffic = RingTraffic::of(&self.needs, self.route, &mut || ());
-        traffic.of_rank.into_iter().map(|sent| self.bytes(sent)).collect()
-    }
-
-    /// Returns the bytes that all ranks send if every row goes to every rank.
-    pub(super) fn bytes_of_full_ring(&self) -> u128 {
-        self.bytes(Traffic::full_ring(self.needs.held(), false))
-    }
-
-    const fn bytes(&self, traffic: Traffic) -> u128 {
-        traffic.block_rows * self.row_bytes as u128
-    }
-
-    /// Returns the bytes of a query row.
-    pub(super) const fn row_bytes(&self) -> u64 {
-        self.row_bytes
-    }
-}
-
 impl LeafFigures {
-    /// Plans the merges of the ranks.
-    pub(super) fn new(
-        spec: &Spec,
-        needs: &NeedsIndex<'_>,
-        route: Route,
-        shards: &RingShards,
-        query_pass: &QueryPass<'_>,
-        has_backward: bool,
-    ) -> Result<Self> {
-        let rows = spec.leaf_rows.unwrap_or(1);
-        let mut most = Self {
-            rows,
-            most_partial_results: 0,
-            most_bytes: 0,
-            most_partial_gradients: has_backward.then_some(0),
-            most_bytes_with_backward: has_backward.then_some(0),
-            ranks_planned: 0,
+    /// Plans the merges of the ranks of `ring`.
+    pub(super) fn new(ring: &PlannedRing<'_>, query_pass: &QueryPass<'_>) -> Result<Self> {
+        let rows = ring.spec.leaf_rows.unwrap_or(1);
+        let merges = |schedule: &RankSchedule, shards: &[Arc<Shard>]| {
+            let mut arrivals = Vec::new();
+            for step in &schedule.steps {
+                let rows_of = &shards[step.owner].rows;
+                leaves_of(rows_of, &step.rows, rows, |leaf| arrivals.push(leaf));
+            }
+            LeafMerges::of_arrivals(arrivals)
         };
-        let ranks = shards.q.len();
-        for rank in (0..ranks).step_by(ranks.div_ceil(MOST_RANKS)) {
-            let merges = |schedule: &RankSchedule,
-                          shards: &[std::sync::Arc<annulus_core::Shard>]| {
-                let mut arrivals = Vec::new();
-                for step in &schedule.steps {
-                    let rows_of = &shards[step.owner].rows;
-                    leaves_of(rows_of, &step.rows, rows, |leaf| arrivals.push(leaf));
-                }
-                LeafMerges::of_arrivals(arrivals)
-            };
-            let keys = RankSchedule::derive(needs, route, false, rank, &mut || ());
+        let ranks = ring.ranks();
+        let planned: Vec<usize> = (0..ranks).step_by(ranks.div_ceil(MOST_RANKS)).collect();
+        let (mut results, mut forward, mut gradients, mut both) = (0, 0, 0, 0);
+        for &rank in &planned {
             let leaves = RankLeaves {
                 rows,
-                keys: merges(&keys, &shards.kv)?,
-                queries: merges(&query_pass.schedule(rank), &shards.q)?,
+                keys: merges(&ring.schedule_of(rank, false), &ring.shards.kv)?,
+                queries: merges(&query_pass.schedule_of(rank), &ring.shards.q)?,
                 sends_queries: ranks > 1,
             };
-            let [queries, keys] = [&shards.q, &shards.kv].map(|shards| shards[rank].rows.len());
+            let queries = ring.shards.q[rank].rows.len();
+            let keys = ring.shards.kv[rank].rows.len();
             let with_backward =
-                leaves.bytes(spec, queries, true) + leaves.gradient_bytes(spec, keys);
-            most.ranks_planned += 1;
-            most.most_partial_results = most.most_partial_results.max(leaves.keys.slots());
-            most.most_bytes = most.most_bytes.max(leaves.bytes(spec, queries, false));
-            let slots = leaves.queries.slots();
-            most.most_partial_gradients = most.most_partial_gradients.map(|of| of.max(slots));
-            most.most_bytes_with_backward =
-                most.most_bytes_with_backward.map(|of| of.max(with_backward));
+                leaves.bytes(ring.spec, queries, true) + leaves.gradient_bytes(ring.spec, keys);
+            results = results.max(leaves.keys.slots());
+            forward = forward.max(leaves.bytes(ring.spec, queries, false));
+            gradients = gradients.max(leaves.queries.slots());
+            both = both.max(with_backward);
         }
-        Ok(most)
+        Ok(Self {
+            rows,
+            most_partial_results: results,
+            most_bytes: forward,
+            most_partial_gradients: ring.backward.then_some(gradients),
+            most_bytes_with_backward: ring.backward.then_some(both),
+            ranks_planned: planned.len(),
+        })
     }
 
     /// Describes the figures in one line for a plan that is forward only, and one more for a plan

@@ -1,12 +1,11 @@
 //! Program of one rank: its ring steps, with the messages that it sends in them.
 
-use annulus_core::Spec;
-use annulus_plan::{Message, NeedsIndex, RankSchedule, Route};
+use annulus_plan::{Layout, RankSchedule, Strategy};
 use serde::Serialize;
 
-use super::leaves::QueryPass;
+use super::ring::{PlannedRing, Send};
 use crate::{
-    report::{bytes, grouped},
+    report::{bytes, counted, grouped},
     stdout::say,
 };
 
@@ -41,55 +40,23 @@ struct ProgramStep {
     sends_gradients: Vec<Send>,
 }
 
-/// Message with a block or with gradients.
-#[derive(Debug, Clone, Serialize)]
-pub(super) struct Send {
-    /// Receiving rank.
-    pub(super) to: usize,
-    /// Owner of the rows.
-    pub(super) owner: usize,
-    /// Number of rows.
-    pub(super) rows: u64,
-    /// Payload bytes.
-    pub(super) bytes: u128,
-}
-
-impl Send {
-    pub(super) fn new(message: &Message, row_bytes: u64) -> Self {
-        let rows = message.rows.count();
-        Self {
-            to: message.peer,
-            owner: message.owner,
-            rows,
-            bytes: u128::from(rows) * u128::from(row_bytes),
-        }
-    }
-}
-
 impl Program {
-    /// Derives the program of a forward pass, and with `backward` that of a backward pass, in which
-    /// `queries` are sent in the reproducible order and gradients in any other.
-    pub(super) fn derive(
-        spec: &Spec,
-        needs: &NeedsIndex<'_>,
-        route: Route,
-        rank: usize,
-        backward: bool,
-        queries: Option<&QueryPass<'_>>,
-    ) -> Self {
-        let gradients = backward && queries.is_none();
-        let schedule = RankSchedule::derive(needs, route, gradients, rank, &mut || ());
-        let [block, gradient] = [spec.kv_row_layout(), spec.gradient_row_layout()];
-        let of_queries = |pass: &QueryPass<'_>| steps(&pass.schedule(rank), pass.row_bytes(), 0);
+    /// Derives the program of a rank of `ring`. A backward pass sends queries in the reproducible
+    /// order, and gradients in any other.
+    pub(super) fn new(ring: &PlannedRing<'_>, rank: usize) -> Self {
+        let queries = ring.queries.as_ref().filter(|_| ring.backward);
+        let schedule = ring.schedule_of(rank, ring.backward && queries.is_none());
+        let [block, gradient] = [ring.spec.kv_row_layout(), ring.spec.gradient_row_layout()];
+        let query_steps = queries.map(|pass| steps(&pass.schedule_of(rank), pass.row_bytes, 0));
         Self {
             rank,
             steps: steps(&schedule, block.bytes(), gradient.bytes()),
-            query_steps: queries.map(of_queries).unwrap_or_default(),
+            query_steps: query_steps.unwrap_or_default(),
         }
     }
 
     /// Returns the payload bytes that the rank sends in a forward and in a backward pass.
-    pub(super) fn bytes_sent(&self) -> [u128; 2] {
+    fn bytes_sent(&self) -> [u128; 2] {
         let sum = |sends: &[Send]| sends.iter().map(|send| send.bytes).sum::<u128>();
         let blocks: u128 = self.steps.iter().map(|step| sum(&step.sends)).sum();
         let gradients: u128 = self.steps.iter().map(|step| sum(&step.sends_gradients)).sum();
@@ -109,17 +76,14 @@ impl Program {
 
 /// Returns the steps up to the last one with any work, for records of these sizes.
 fn steps(schedule: &RankSchedule, block_bytes: u64, gradient_bytes: u64) -> Vec<ProgramStep> {
-    let sends = |messages: &[Message], bytes: u64| {
-        messages.iter().map(|message| Send::new(message, bytes)).collect()
-    };
     let active = schedule.last_step().map_or(1, |last| last + 1);
     let steps = schedule.steps.iter().take(active).enumerate();
     let steps = steps.map(|(number, step)| ProgramStep {
         step: number,
         owner: step.owner,
         rows: step.rows.count(),
-        sends: sends(&step.before.sends, block_bytes),
-        sends_gradients: sends(&step.after.sends, gradient_bytes),
+        sends: Send::of(&step.before.sends, block_bytes),
+        sends_gradients: Send::of(&step.after.sends, gradient_bytes),
     });
     steps.collect()
 }
@@ -157,4 +121,82 @@ fn print_steps(title: &str, steps: &[ProgramStep]) {
 fn in_words(sends: &[Send]) -> String {
     let send = |send: &Send| format!("{} to {}", bytes(send.bytes), send.to);
     sends.iter().map(send).collect::<Vec<_>>().join(", ")
+}
+
+/// Describes a plan of these numbers of queries and keys in one line.
+pub(super) fn title(mask: &str, [q_len, kv_len]: [usize; 2], ranks: usize, layout: &str) -> String {
+    let queries = counted(q_len as u64, "query", "queries");
+    let keys = counted(kv_len as u64, "key", "keys");
+    let ranks = counted(ranks as u64, "rank", "ranks");
+    format!("{mask} · {queries} × {keys} · {ranks} · {layout} layout")
+}
+
+/// Program and figures of one rank of a ring of more ranks than messages are summed over.
+#[derive(Debug, Serialize)]
+pub(super) struct OneRank {
+    /// Number of ranks.
+    pub(super) ranks: usize,
+    /// Name of the strategy.
+    strategy: String,
+    /// Name of the layout.
+    layout: &'static str,
+    /// Name of the route.
+    direction: &'static str,
+    /// The mask in words.
+    mask: String,
+    /// Number of queries.
+    q_len: usize,
+    /// Number of keys.
+    kv_len: usize,
+    /// Query rows that the rank owns.
+    q_rows: u64,
+    /// Key rows that it owns.
+    kv_rows: u64,
+    /// Payload bytes that it sends in a forward pass.
+    bytes_sent: u128,
+    /// Payload bytes that it sends in a backward pass; null of a plan that is forward only.
+    backward_bytes_sent: Option<u128>,
+    /// Steps and messages.
+    program: Program,
+}
+
+impl OneRank {
+    /// Plans one rank of `ring`. `mask` is the mask in words.
+    pub(super) fn new(
+        ring: &PlannedRing<'_>,
+        rank: usize,
+        strategy: Strategy,
+        layout: &Layout,
+        mask: String,
+    ) -> Self {
+        let program = Program::new(ring, rank);
+        let [bytes_sent, of_backward] = program.bytes_sent();
+        Self {
+            ranks: ring.ranks(),
+            strategy: strategy.published_on(ring.ranks()).to_string(),
+            layout: layout.name(),
+            direction: ring.route.name(),
+            mask,
+            q_len: ring.spec.dims.q_len,
+            kv_len: ring.spec.dims.kv_len,
+            q_rows: ring.shards.q[rank].rows.len(),
+            kv_rows: ring.shards.kv[rank].rows.len(),
+            bytes_sent,
+            backward_bytes_sent: ring.backward.then_some(of_backward),
+            program,
+        }
+    }
+
+    /// Prints the program and its figures.
+    pub(super) fn print(&self) {
+        let Self { mask, ranks, strategy, layout, direction, q_rows, kv_rows, .. } = self;
+        say!("{}", title(mask, [self.q_len, self.kv_len], *ranks, layout));
+        say!("strategy  {strategy}, {direction}");
+        say!("rows      {} queries, {} keys", grouped(*q_rows), grouped(*kv_rows));
+        say!("forward   {} sent", bytes(self.bytes_sent));
+        if let Some(sent) = self.backward_bytes_sent {
+            say!("backward  {} sent", bytes(sent));
+        }
+        self.program.print();
+    }
 }

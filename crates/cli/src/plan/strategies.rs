@@ -1,13 +1,13 @@
 //! Figures of every strategy that ranks and heads admit.
 
-use annulus_core::{Backend, Batch, Placement, Result, Side, Spec};
+use annulus_core::{Result, Side, Spec};
 use annulus_plan::{
-    ExchangeFields, HeadField, HeadGrid, Layout, Machine, Prediction, Route, Strategy,
-    StrategyBalance, StrategyTraffic, TrafficOptions,
+    ExchangeFields, HeadField, HeadGrid, Machine, Prediction, Route, Strategy, StrategyBalance,
+    StrategyTraffic, TrafficOptions,
 };
 use serde::Serialize;
 
-use super::limits::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS};
+use super::ring::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS};
 use crate::report::bytes;
 
 /// Figures of one strategy.
@@ -56,24 +56,7 @@ struct BalanceFigures {
     redundancy: f64,
 }
 
-/// The requested strategy, and what its traffic depends on besides the spec.
-#[derive(Clone, Copy)]
-pub(super) struct Requested<'a> {
-    pub(super) strategy: Strategy,
-    /// True if a backward pass is planned too.
-    pub(super) backward: bool,
-    /// The layout, if it is fixed.
-    pub(super) layout: Option<&'a Layout>,
-    /// Route of the balanced layout.
-    pub(super) balanced_route: Option<Route>,
-    /// Packed documents, if there are any.
-    pub(super) documents: Option<&'a Batch>,
-    pub(super) placement: Option<&'a Placement>,
-    pub(super) machine: Option<&'a Machine>,
-}
-
-/// Traffic of the strategies, and the one that is planned.
-#[derive(Default)]
+/// Traffic of the strategies, and further figures of the one that is planned.
 pub(super) struct Strategies {
     all: Vec<StrategyTraffic>,
     /// Predictions of the strategies in the same order; empty without a machine.
@@ -85,22 +68,12 @@ pub(super) struct Strategies {
     backward: bool,
     /// Index of the one that is planned.
     chosen: usize,
-    /// Further figures of the one that is planned, if it is a grid.
-    grid: Option<GridFigures>,
-}
-
-/// Figures of a grid that is planned.
-pub(super) struct GridFigures {
     /// Visible pairs of each rank.
     pub(super) pairs: Vec<u128>,
     pub(super) balance: StrategyBalance,
     /// Route of the ring of each key column. For more than [`MOST_STEPPED_RANKS`] rings × groups,
     /// whose steps are not shown, that of the first column.
     pub(super) routes: Vec<Route>,
-    /// Bytes of the parts of a forward and, if there is one, of a backward pass.
-    pub(super) passes: Vec<PassBytes>,
-    /// True if exchanges and rings have been proven right: up to [`MOST_DETAILED_RANKS`].
-    pub(super) is_checked: bool,
 }
 
 /// Payload bytes that all ranks send in the parts of a pass of a grid.
@@ -115,53 +88,64 @@ pub(super) struct PassBytes {
 }
 
 impl Strategies {
-    /// Plans every strategy of `spec` with the requested passes. For more than
-    /// [`MOST_STEPPED_RANKS`] ranks a strategy by its name is planned alone.
+    /// Plans every strategy of `spec`. For more than [`MOST_STEPPED_RANKS`] ranks a strategy by its
+    /// name is planned alone. The exchanges and rings of a grid are checked for at most
+    /// [`MOST_DETAILED_RANKS`].
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
     /// heads, or `machine` as [`Machine::choose`]; [`annulus_core::Error::Unsupported`] of the
     /// reproducible order.
-    pub(super) fn new(spec: &Spec, ranks: usize, requested: &Requested<'_>) -> Result<Self> {
-        let Requested { strategy, backward, machine, .. } = *requested;
-        let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
-        if let Some(grid) = &grid {
-            grid.check(spec, backward)?;
-        }
-        let options = requested.options(spec)?;
-        let given = grid.map(|_| strategy);
-        let Compared { all, predictions, chosen } = match given {
+    pub(super) fn new(
+        spec: &Spec,
+        ranks: usize,
+        requested: Strategy,
+        options: &TrafficOptions<'_>,
+        machine: Option<&Machine>,
+    ) -> Result<Self> {
+        let tick = &mut || ();
+        let grid = HeadGrid::of(&spec.dims, ranks, requested)?;
+        grid.map_or(Ok(()), |grid| grid.check(spec, options.backward))?;
+        let given = grid.map(|_| requested);
+        let (all, given) = match given {
             Some(given) if ranks > MOST_STEPPED_RANKS => {
-                Compared::alone(spec, ranks, given, &options, machine)?
+                (vec![StrategyTraffic::of_strategy(spec, ranks, given, options, tick)?], Some(0))
             }
-            _ => Compared::new(spec, ranks, given, &options, machine)?,
+            _ => {
+                let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
+                all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
+                let of_given = |given| position(&mut all, spec, ranks, given, options);
+                let given = given.map(of_given).transpose()?;
+                (all, given)
+            }
         };
-        let balances = match requested.documents {
-            Some(_) => {
-                let balance = |of: &StrategyTraffic| of.balance(spec, &options, &mut || ());
-                all.iter().map(balance).collect::<Result<_>>()?
-            }
+        let choose = |machine: &Machine| machine.choose(&all, spec, options, tick);
+        let (best, predictions) = machine.map(choose).transpose()?.unzip();
+        let chosen = match given.or(best) {
+            Some(chosen) => chosen,
+            None => StrategyTraffic::choose(&all, spec, options, tick)?,
+        };
+        let mut balance = |of: &StrategyTraffic| of.balance(spec, options, tick);
+        let balances: Vec<StrategyBalance> = match options.batch {
+            Some(_) => all.iter().map(&mut balance).collect::<Result<_>>()?,
             None => Vec::new(),
         };
-        let grid = all.get(chosen).filter(|of| of.grid.members() > 1);
-        let grid = grid.map(|of| GridFigures::new(of, spec, &options)).transpose()?;
-        Ok(Self { all, predictions, balances, backward, chosen, grid })
+        let planned = &all[chosen];
+        let of_planned = balances.get(chosen).copied();
+        let balance = of_planned.map_or_else(|| balance(planned), Ok)?;
+        if planned.grid.members() > 1 && ranks <= MOST_DETAILED_RANKS {
+            planned.check(spec, options, tick)?;
+        }
+        let pairs = planned.pairs_of_ranks(spec, options)?;
+        let routes = routes_of_columns(planned, spec, options);
+        let predictions = predictions.unwrap_or_default();
+        let backward = options.backward;
+        Ok(Self { all, predictions, balances, backward, chosen, pairs, balance, routes })
     }
 
-    /// Returns the route of the strategy that is planned, if that is a part of it.
-    pub(super) fn route(&self) -> Option<Route> {
-        self.all.get(self.chosen)?.strategy.route()
-    }
-
-    /// Returns the strategy that is planned, if strategies were compared.
-    pub(super) fn chosen(&self) -> Option<Strategy> {
-        Some(self.all.get(self.chosen)?.strategy)
-    }
-
-    /// Returns the traffic and the figures of the strategy that is planned; `None` if it is the
-    /// ring.
-    pub(super) fn grid(&self) -> Option<(&StrategyTraffic, &GridFigures)> {
-        self.all.get(self.chosen).zip(self.grid.as_ref())
+    /// Returns the traffic of the strategy that is planned.
+    pub(super) fn planned(&self) -> &StrategyTraffic {
+        &self.all[self.chosen]
     }
 
     /// Returns the figures of all strategies that were planned.
@@ -172,54 +156,6 @@ impl Strategies {
             StrategyFigures { balance: self.balances.get(index).map(Into::into), ..figures }
         };
         self.all.iter().enumerate().map(of).collect()
-    }
-}
-
-/// Strategies that are listed.
-struct Compared {
-    all: Vec<StrategyTraffic>,
-    /// Predictions in the same order; empty without a machine.
-    predictions: Vec<Prediction>,
-    /// Index of the given one, or of the one to choose.
-    chosen: usize,
-}
-
-impl Compared {
-    /// Computes a strategy that is given.
-    fn alone(
-        spec: &Spec,
-        ranks: usize,
-        given: Strategy,
-        options: &TrafficOptions<'_>,
-        machine: Option<&Machine>,
-    ) -> Result<Self> {
-        let tick = &mut || ();
-        let traffic = StrategyTraffic::of_strategy(spec, ranks, given, options, tick)?;
-        let predict = |machine| Prediction::of(&traffic, spec, options, machine, &mut || ());
-        let predictions = machine.map(predict).transpose()?.into_iter().collect();
-        Ok(Self { all: vec![traffic], predictions, chosen: 0 })
-    }
-
-    /// Computes all strategies. The `given` one is chosen, if there is one.
-    fn new(
-        spec: &Spec,
-        ranks: usize,
-        given: Option<Strategy>,
-        options: &TrafficOptions<'_>,
-        machine: Option<&Machine>,
-    ) -> Result<Self> {
-        let tick = &mut || ();
-        let mut all = StrategyTraffic::of_all(spec, ranks, options, tick)?;
-        all.extend(StrategyTraffic::of_routes(spec, ranks, options, tick)?);
-        let of_given = |given| position(&mut all, spec, ranks, given, options);
-        let given = given.map(of_given).transpose()?;
-        let choose = |machine: &Machine| machine.choose(&all, spec, options, &mut || ());
-        let (best, predictions) = machine.map(choose).transpose()?.unzip();
-        let chosen = match given.or(best) {
-            Some(chosen) => chosen,
-            None => StrategyTraffic::choose(&all, spec, options, tick)?,
-        };
-        Ok(Self { all, predictions: predictions.unwrap_or_default(), chosen })
     }
 }
 
@@ -249,41 +185,7 @@ fn position(
     }))
 }
 
-impl<'a> Requested<'a> {
-    /// Returns the options of the passes on the CPU.
-    fn options(&self, spec: &Spec) -> Result<TrafficOptions<'a>> {
-        let Self { backward, layout, balanced_route, documents: batch, placement, .. } = *self;
-        Ok(TrafficOptions {
-            backward,
-            layout,
-            route: None,
-            balanced_route,
-            placement,
-            kv_tile: annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile,
-            receive_ahead: layout.map_or(1, |layout| layout.receive_ahead().get()),
-            batch,
-        })
-    }
-}
-
-impl GridFigures {
-    fn new(of: &StrategyTraffic, spec: &Spec, options: &TrafficOptions<'_>) -> Result<Self> {
-        let tick = &mut || ();
-        let is_checked = of.forward.len() <= MOST_DETAILED_RANKS;
-        if is_checked {
-            of.check(spec, options, tick)?;
-        }
-        Ok(Self {
-            is_checked,
-            pairs: of.pairs_of_ranks(spec, options)?,
-            balance: of.balance(spec, options, tick)?,
-            routes: routes_of_columns(of, spec, options),
-            passes: PassBytes::of(of, spec, options.backward),
-        })
-    }
-}
-
-/// Returns [`GridFigures::routes`].
+/// Returns [`Strategies::routes`].
 fn routes_of_columns(
     of: &StrategyTraffic,
     spec: &Spec,
@@ -301,7 +203,8 @@ fn routes_of_columns(
 }
 
 impl PassBytes {
-    fn of(traffic: &StrategyTraffic, spec: &Spec, has_backward: bool) -> Vec<Self> {
+    /// Returns the bytes of a forward and, if there is one, of a backward pass of a grid.
+    pub(super) fn of(traffic: &StrategyTraffic, spec: &Spec, has_backward: bool) -> Vec<Self> {
         let StrategyTraffic { grid, forward, backward, .. } = traffic;
         let sent = |fields: &[HeadField]| -> u128 {
             let of = fields.iter().map(|field| match field.side {

@@ -61,13 +61,7 @@ pub(crate) struct MergeFlags {
     quiet: bool,
 }
 
-impl TraceCommand {
-    /// Paths that flags name.
-    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        let Self::Merge(flags) = self;
-        vec![("DIR", &flags.folder), ("--output", &flags.output)]
-    }
-}
+impl TraceCommand {}
 
 /// Runs `annulus trace`.
 pub(crate) fn run(command: &TraceCommand) -> Outcome {

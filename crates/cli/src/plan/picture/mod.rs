@@ -2,16 +2,20 @@
 //! and legend.
 
 mod map;
+mod rings;
 mod svg;
 mod timeline;
 
 use annulus_core::Spec;
 
-use super::{frame::Frame, rings::Rings};
+use super::figures::Figures;
 use crate::report::{bytes, count};
-use svg::{Anchor, Area, Point, Svg, area, at, colour, colour_of_place};
+pub(super) use rings::Rings;
+use svg::{
+    Area, EMPTY, FIGURE, HEADING, LABEL, LABEL_LEFT, NOTE, Svg, area, colour, colour_of_place,
+};
 
-/// Margin of the picture, in pixels like all lengths here.
+/// Margin of the picture.
 const MARGIN: f64 = 32.0;
 /// Width of the whole picture.
 const WIDTH: f64 = 1240.0;
@@ -23,26 +27,28 @@ const EXCHANGES: f64 = 90.0;
 const READABLE: f64 = 15.0;
 
 /// Draws the plan of `spec`.
-pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
+pub(super) fn draw(spec: &Spec, rings: &Rings, figures: &Figures) -> String {
     let mut svg = Svg::default();
-    let title = &frame.title;
+    let title = &figures.title();
     // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
-    svg.heading(at(MARGIN, 46.0), size, title);
-    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &frame.subtitle);
+    let bold = format!("font-size=\"{size:.1}\" fill=\"#111\" font-weight=\"600\"");
+    svg.text(MARGIN, 46.0, &bold, title);
+    svg.text(MARGIN, 70.0, "font-size=\"13\" fill=\"#555\"", &figures.subtitle());
 
     let top = 92.0;
     map::draw(&mut svg, area(MARGIN, top, MAP, MAP), spec, rings);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, at(right, top), spec, frame);
-    legend(&mut svg, at(right, top + 112.0), rings);
-    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, frame);
+    facts(&mut svg, right, top, spec, figures);
+    legend(&mut svg, right, top + 112.0, rings);
+    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, figures);
 
     let mut below = top + MAP + 36.0;
     let width = WIDTH - 2.0 * MARGIN;
-    if !frame.passes.is_empty() {
-        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), frame, rings.parts);
+    let passes = figures.passes_in_words();
+    if !passes.is_empty() {
+        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), &passes, rings.parts);
         below += EXCHANGES;
     }
     let height = timeline::height(rings.places());
@@ -51,13 +57,10 @@ pub(super) fn draw(spec: &Spec, rings: &Rings, frame: &Frame) -> String {
 }
 
 /// Draws the predicted bytes and the work as text.
-fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
-    svg.heading(at(x, y + 14.0), 15.0, "Predicted");
+fn facts(svg: &mut Svg, x: f64, y: f64, spec: &Spec, figures: &Figures) {
+    svg.text(x, y + 14.0, HEADING, "Predicted");
     let dims = spec.dims;
-    let pairs = count(frame.pairs_total as f64);
-    let mut lines = vec![("forward", frame.forward.in_words())];
-    lines.extend(frame.backward.map(|backward| ("backward", backward.in_words())));
-    lines.push(("work", format!("{pairs} visible pairs, all heads and batch rows")));
+    let pairs = count(figures.pairs_total as f64);
     let tensors = format!(
         "batch {}, {} query heads, {} KV heads, dim {}, {}",
         dims.batch,
@@ -66,52 +69,61 @@ fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, frame: &Frame) {
         dims.head_dim,
         spec.dtype.name()
     );
-    lines.push(("tensors", tensors));
-    for (line, (name, words)) in lines.iter().enumerate() {
+    let lines = [
+        ("forward", Some(figures.forward.in_words())),
+        ("backward", figures.backward.map(|backward| backward.in_words())),
+        ("work", Some(format!("{pairs} visible pairs, all heads and batch rows"))),
+        ("tensors", Some(tensors)),
+    ];
+    let lines = lines.into_iter().filter_map(|(name, words)| Some((name, words?)));
+    for (line, (name, words)) in lines.enumerate() {
         let y = y + 36.0 + 19.0 * line as f64;
-        svg.note(at(x, y), name);
-        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+        svg.text(x, y, NOTE, name);
+        svg.text(x + 72.0, y, FIGURE, &words);
     }
 }
 
 /// Draws the legend of the colours: at most 8 evenly spaced ranks and steps.
-fn legend(svg: &mut Svg, Point { x, y }: Point, rings: &Rings) {
+fn legend(svg: &mut Svg, x: f64, y: f64, rings: &Rings) {
     let (places, steps) = (rings.places(), rings.busy_steps);
-    svg.heading(at(x, y + 14.0), 15.0, "Colours");
-    let of_places = |place| (rings.rank(place), colour_of_place(place, places));
-    let of_steps = |step| (step, colour(0, places, step, steps));
-    type Swatch<'a> = &'a dyn Fn(usize) -> (usize, String);
-    let lines: [(&str, usize, Swatch<'_>); 2] =
-        [("hue: computing rank", places, &of_places), ("lightness: ring step", steps, &of_steps)];
-    for (line, (name, all, of)) in lines.into_iter().enumerate() {
-        let y = y + 25.0 * (line + 1) as f64;
-        svg.note(at(x, y + 14.0), name);
+    svg.text(x, y + 14.0, HEADING, "Colours");
+    let spaced = |all: usize| {
         let shown = all.min(8);
-        for index in 0..shown {
-            let (number, fill) = of(index * all.saturating_sub(1) / (shown - 1).max(1));
+        (0..shown).map(move |index| index * all.saturating_sub(1) / (shown - 1).max(1))
+    };
+    let of_places = spaced(places).map(|of| (rings.rank(of), colour_of_place(of, places)));
+    let of_steps = spaced(steps).map(|step| (step, colour(0, places, step, steps)));
+    let lines: [(&str, Vec<(usize, String)>); 2] = [
+        ("hue: computing rank", of_places.collect()),
+        ("lightness: ring step", of_steps.collect()),
+    ];
+    for (line, (name, swatches)) in lines.into_iter().enumerate() {
+        let y = y + 25.0 * (line + 1) as f64;
+        svg.text(x, y + 14.0, NOTE, name);
+        for (index, (number, fill)) in swatches.into_iter().enumerate() {
             let left = x + 150.0 + 40.0 * index as f64;
             svg.rect(area(left, y, 14.0, 18.0), &fill, 1.0);
-            svg.label(at(left + 17.0, y + 13.0), Anchor::Start, &number.to_string());
+            svg.text(left + 17.0, y + 13.0, LABEL, &number.to_string());
         }
     }
-    svg.note(at(x, y + 89.0), "paler: partial tile");
-    svg.rect(area(x + 150.0, y + 75.0, 36.0, 18.0), "#f1f1f1", 1.0);
-    svg.note(at(x + 196.0, y + 89.0), "empty tile: neither computed nor sent");
+    svg.text(x, y + 89.0, NOTE, "paler: partial tile");
+    svg.rect(area(x + 150.0, y + 75.0, 36.0, 18.0), EMPTY, 1.0);
+    svg.text(x + 196.0, y + 89.0, NOTE, "empty tile: neither computed nor sent");
 }
 
 /// Draws a bar for the work and the bytes of each rank.
-fn work(svg: &mut Svg, room: Area, rings: &Rings, frame: &Frame) {
-    svg.heading(at(room.x, room.y + 14.0), 15.0, "Work of each rank");
-    let most = frame.work_max_over_mean;
-    let bars = &frame.bars;
-    let sampled = if bars.len() < frame.ranks {
-        format!("; 1 of {} ranks", frame.ranks.div_ceil(bars.len().max(1)))
+fn work(svg: &mut Svg, room: Area, rings: &Rings, figures: &Figures) {
+    svg.text(room.x, room.y + 14.0, HEADING, "Work of each rank");
+    let most = figures.work_max_over_mean;
+    let bars = &figures.drawn_ranks;
+    let sampled = if bars.len() < figures.ranks {
+        format!("; 1 of {} ranks", figures.ranks.div_ceil(bars.len().max(1)))
     } else {
         String::new()
     };
     let subtitle =
         format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass{sampled}");
-    svg.note(at(room.x, room.y + 33.0), &subtitle);
+    svg.text(room.x, room.y + 33.0, NOTE, &subtitle);
     let (left, top) = (room.x + 46.0, room.y + 44.0);
     let height = ((room.y + room.height - top) / bars.len() as f64).min(26.0);
     let width = room.width - 206.0;
@@ -120,43 +132,40 @@ fn work(svg: &mut Svg, room: Area, rings: &Rings, frame: &Frame) {
     for (line, rank) in bars.iter().enumerate() {
         let y = top + line as f64 * height;
         let bar = area(left, y + gap / 2.0, width, height - gap);
-        svg.rect(bar, "#f1f1f1", 1.0);
-        let share = if most > 0.0 { rank.work_over_mean / most } else { 0.0 };
+        svg.rect(bar, EMPTY, 1.0);
         let fill = colour_of_place(rings.place(rank.rank), rings.places());
-        svg.rect(Area { width: width * share, ..bar }, &fill, 1.0);
+        svg.rect(Area { width: width * rank.work_over_mean / most, ..bar }, &fill, 1.0);
         if line.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
-            svg.label(at(left - 6.0, baseline), Anchor::End, &format!("rank {}", rank.rank));
+            svg.text(left - 6.0, baseline, LABEL_LEFT, &format!("rank {}", rank.rank));
             let words = format!("{:.2} × mean, {}", rank.work_over_mean, bytes(rank.bytes_sent));
-            svg.label(at(left + width + 8.0, baseline), Anchor::Start, &words);
+            svg.text(left + width + 8.0, baseline, LABEL, &words);
         }
     }
     // the mean: the end of all bars if the work were balanced
-    if most > 0.0 {
-        let mean = area(left + width / most, top, 1.0, bars.len() as f64 * height);
-        svg.rect(mean, "#111", 1.0);
-    }
+    let mean = area(left + width / most, top, 1.0, bars.len() as f64 * height);
+    svg.rect(mean, "#111", 1.0);
 }
 
 /// Draws the parts of each pass of a grid: an exchange, the rings, and an exchange of results.
 /// `parts` are those of the heads.
-fn exchanges(svg: &mut Svg, room: Area, frame: &Frame, parts: usize) {
-    svg.heading(at(room.x, room.y), 15.0, "Exchanges around the rings");
+fn exchanges(svg: &mut Svg, room: Area, passes: &[[String; 3]], parts: usize) {
+    svg.text(room.x, room.y, HEADING, "Exchanges around the rings");
     if parts > 1 {
         let note = format!(
             "map and steps: 1 of {parts} ranks, those with the first heads; the ranks after each \
              have the same rows"
         );
-        svg.note(at(room.x + 240.0, room.y), &note);
+        svg.text(room.x + 240.0, room.y, NOTE, &note);
     }
     let width = room.width / 3.0;
-    for (pass, parts) in frame.passes.iter().enumerate() {
+    for (pass, parts) in passes.iter().enumerate() {
         let y = room.y + 12.0 + 28.0 * pass as f64;
         for (index, words) in parts.iter().enumerate() {
-            let fill = if index == 1 { "#e3e8f0" } else { "#f1f1f1" };
             let x = room.x + width * index as f64;
+            let fill = if index == 1 { "#e3e8f0" } else { EMPTY };
             svg.rect(area(x, y, width - 6.0, 22.0), fill, 1.0);
-            svg.text(at(x + 8.0, y + 15.0), 12.0, Anchor::Start, "#333", words);
+            svg.text(x + 8.0, y + 15.0, "font-size=\"12\" fill=\"#333\"", words);
         }
     }
 }

@@ -1,26 +1,22 @@
 //! Writes rectangles and text as SVG, and the colours of ranks and steps.
 //!
 //! Hue: the rank that computes; ranks of a grid that differ only in their heads have the same hue
-//! ([`Rings`](crate::plan::rings::Rings)). Lightness: the ring step.
+//! ([`Rings`](super::rings::Rings)). Lightness: the ring step.
 
-use std::fmt::Write;
-
-/// SVG document under construction.
+/// SVG document under construction. All lengths are in pixels.
 #[derive(Debug, Default)]
 pub(super) struct Svg {
     body: String,
 }
 
-/// Rectangle, in pixels.
+/// Rectangle.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Area {
     /// Left edge.
     pub(super) x: f64,
     /// Top edge.
     pub(super) y: f64,
-    /// Width.
     pub(super) width: f64,
-    /// Height.
     pub(super) height: f64,
 }
 
@@ -29,30 +25,22 @@ pub(super) const fn area(x: f64, y: f64, width: f64, height: f64) -> Area {
     Area { x, y, width, height }
 }
 
-/// Point, in pixels.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Point {
-    /// Distance from the left edge.
-    pub(super) x: f64,
-    /// Distance from the top edge.
-    pub(super) y: f64,
-}
-
-/// Returns the point (x, y).
-pub(super) const fn at(x: f64, y: f64) -> Point {
-    Point { x, y }
-}
-
-/// Horizontal alignment of a text to its point: the value of `text-anchor`.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Anchor {
-    /// The text starts at the point.
-    Start,
-    /// The text is centred at the point.
-    Middle,
-    /// The text ends at the point.
-    End,
-}
+/// Attributes of a heading.
+pub(super) const HEADING: &str = "font-size=\"15\" fill=\"#111\" font-weight=\"600\"";
+/// Attributes of a text that explains.
+pub(super) const NOTE: &str = "font-size=\"12\" fill=\"#555\"";
+/// Attributes of a figure.
+pub(super) const FIGURE: &str = "font-size=\"12\" fill=\"#111\"";
+/// Attributes of a short dark text right of a point, left of it, or around it.
+pub(super) const LABEL: &str = "font-size=\"11\" fill=\"#333\"";
+pub(super) const LABEL_LEFT: &str = "font-size=\"11\" text-anchor=\"end\" fill=\"#333\"";
+pub(super) const LABEL_AROUND: &str = "font-size=\"11\" text-anchor=\"middle\" fill=\"#333\"";
+/// Attributes of the title of an axis, around a point.
+pub(super) const AXIS: &str = "font-size=\"13\" text-anchor=\"middle\" fill=\"#333\"";
+/// Attributes of a name on a coloured strip, around a point.
+pub(super) const ON_COLOUR: &str = "font-size=\"11\" text-anchor=\"middle\" fill=\"#fff\"";
+/// Colour of what is empty.
+pub(super) const EMPTY: &str = "#f1f1f1";
 
 impl Svg {
     /// Adds a filled rectangle.
@@ -62,35 +50,23 @@ impl Svg {
             1.0 => String::new(),
             _ => format!(" fill-opacity=\"{}\"", short(opacity)),
         };
-        self.push(format_args!(
-            "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" fill=\"{fill}\"{opacity}/>"
-        ));
+        self.body += &format!(
+            "<rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" fill=\"{fill}\"\
+             {opacity}/>\n"
+        );
     }
 
-    /// Adds a text of `size` pixels with its baseline at `at`.
-    pub(super) fn text(&mut self, at: Point, size: f64, anchor: Anchor, fill: &str, text: &str) {
-        self.text_with(at, size, anchor, fill, text, "");
+    /// Adds a text with its baseline at (x, y).
+    pub(super) fn text(&mut self, x: f64, y: f64, attributes: &str, text: &str) {
+        let [x, y] = [x, y].map(short);
+        let text = escape(text);
+        self.body += &format!("<text x=\"{x}\" y=\"{y}\" {attributes}>{text}</text>\n");
     }
 
-    /// Adds a bold text.
-    pub(super) fn heading(&mut self, at: Point, size: f64, text: &str) {
-        self.text_with(at, size, Anchor::Start, "#111", text, " font-weight=\"600\"");
-    }
-
-    /// Adds a text that explains.
-    pub(super) fn note(&mut self, at: Point, text: &str) {
-        self.text(at, 12.0, Anchor::Start, "#555", text);
-    }
-
-    /// Adds a short dark text beside a bar or a box.
-    pub(super) fn label(&mut self, at: Point, anchor: Anchor, text: &str) {
-        self.text(at, 11.0, anchor, "#333", text);
-    }
-
-    /// Adds a centred text that is rotated to read upwards.
-    pub(super) fn upward(&mut self, at: Point, size: f64, fill: &str, text: &str) {
-        let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.x), short(at.y));
-        self.text_with(at, size, Anchor::Middle, fill, text, &turn);
+    /// Adds a text that is rotated to read upwards.
+    pub(super) fn upward(&mut self, x: f64, y: f64, attributes: &str, text: &str) {
+        let turn = format!("{attributes} transform=\"rotate(-90 {} {})\"", short(x), short(y));
+        self.text(x, y, &turn, text);
     }
 
     /// Returns the document.
@@ -104,33 +80,6 @@ impl Svg {
              <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{}</svg>\n",
             self.body
         )
-    }
-
-    fn text_with(
-        &mut self,
-        at: Point,
-        size: f64,
-        anchor: Anchor,
-        fill: &str,
-        text: &str,
-        more: &str,
-    ) {
-        let [x, y, size] = [at.x, at.y, size].map(short);
-        let anchor = match anchor {
-            Anchor::Start => "",
-            Anchor::Middle => " text-anchor=\"middle\"",
-            Anchor::End => " text-anchor=\"end\"",
-        };
-        let text = escape(text);
-        self.push(format_args!(
-            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\"{anchor} fill=\"{fill}\"{more}>{text}</text>"
-        ));
-    }
-
-    fn push(&mut self, shape: std::fmt::Arguments<'_>) {
-        // writing to a String cannot fail
-        let written = self.body.write_fmt(shape).and_then(|()| self.body.write_char('\n'));
-        debug_assert!(written.is_ok());
     }
 }
 
@@ -172,10 +121,8 @@ mod tests {
 
     #[test]
     fn numbers_are_short_text_is_escaped_and_colours_differ() {
-        assert_eq!(
-            [short(1.0), short(0.25), short(-0.1), short(100.0)],
-            ["1", "0.25", "-0.1", "100"]
-        );
+        let numbers = [1.0, 0.25, -0.1, 100.0].map(short);
+        assert_eq!(numbers, ["1", "0.25", "-0.1", "100"]);
         assert_eq!(escape("a<b & \"c\""), "a&lt;b &amp; &quot;c&quot;");
         assert_eq!(colour(0, 4, 0, 4), "hsl(215,62%,38%)");
         assert_ne!(colour(0, 4, 0, 4), colour(0, 4, 3, 4));

@@ -1,13 +1,16 @@
 //! Step timeline: one line per rank, of a grid per rank with the first heads; one column per ring
 //! step. Each box has a bar for the work, the owner of the block, and the blocks that are sent.
 
-use super::svg::{Anchor, Area, Svg, area, at, colour};
+use super::{
+    rings::Rings,
+    svg::{Area, EMPTY, HEADING, LABEL, LABEL_AROUND, LABEL_LEFT, NOTE, Svg, area, colour},
+};
 use crate::{
-    plan::{limits::MOST_DETAILED_RANKS, program::Send, rings::Rings, step_figures::StepOfRank},
+    plan::ring::{MOST_DETAILED_RANKS, Send, StepOfRank},
     report::bytes,
 };
 
-/// Height of a line, in pixels: for two lines of text, one line, or only a bar.
+/// Height of a line: for two lines of text, one line, or only a bar.
 fn line_height(lines: usize) -> f64 {
     match lines {
         0..=12 => 34.0,
@@ -23,12 +26,11 @@ pub(super) fn height(ranks: usize) -> f64 {
 
 /// Draws the timeline.
 pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
-    svg.heading(at(room.x, room.y + 14.0), 15.0, "Step by step");
+    svg.text(room.x, room.y + 14.0, HEADING, "Step by step");
     let places = rings.places();
-    let note = at(room.x, room.y + 33.0);
     if places > MOST_DETAILED_RANKS {
         let text = format!("not drawn for more than {MOST_DETAILED_RANKS} ranks");
-        return svg.note(note, &text);
+        return svg.text(room.x, room.y + 33.0, NOTE, &text);
     }
     let idle = match rings.steps.len() - rings.busy_steps {
         0 => String::new(),
@@ -39,14 +41,14 @@ pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
         "bar: visible pairs, relative to the largest box; number: owner of the block; arrow: \
          receiver and bytes of the block sent{idle}"
     );
-    svg.note(note, &explanation);
+    svg.text(room.x, room.y + 33.0, NOTE, &explanation);
     let steps = &rings.steps[..rings.busy_steps];
     let (left, top) = (room.x + 56.0, room.y + 62.0);
     let line = line_height(places);
     let column = (room.x + room.width - left) / steps.len().max(1) as f64;
     for place in (0..places).step_by((14.0 / line).ceil().max(1.0) as usize) {
         let y = top + (place as f64 + 0.5) * line + 4.0;
-        svg.label(at(left - 6.0, y), Anchor::End, &format!("rank {}", rings.rank(place)));
+        svg.text(left - 6.0, y, LABEL_LEFT, &format!("rank {}", rings.rank(place)));
     }
     let every_column = (46.0 / column).ceil().max(1.0) as usize;
     let gap = if line >= 10.0 && column >= 10.0 { 2.0 } else { 0.3 };
@@ -55,15 +57,13 @@ pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
     for (number, step) in steps.iter().enumerate() {
         let x = left + number as f64 * column;
         if number.is_multiple_of(every_column) {
-            let name = format!("step {number}");
-            svg.label(at(x + column / 2.0, top - 6.0), Anchor::Middle, &name);
+            svg.text(x + column / 2.0, top - 6.0, LABEL_AROUND, &format!("step {number}"));
         }
         for of_rank in &step.ranks {
             let place = rings.place(of_rank.rank);
             let y = top + place as f64 * line + gap / 2.0;
             let fill = colour(place, places, number, rings.busy_steps);
-            let room = area(x + gap / 2.0, y, column - gap, line - gap);
-            draw_box(svg, room, &fill, of_rank, most);
+            draw_box(svg, area(x + gap / 2.0, y, column - gap, line - gap), &fill, of_rank, most);
         }
     }
 }
@@ -71,40 +71,37 @@ pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
 /// Draws one box into `room`, with the bar relative to `most` pairs. Text is above the bar, or left
 /// of it if the box is low, or absent: text on a bar would be half on its colour.
 fn draw_box(svg: &mut Svg, room: Area, fill: &str, of_rank: &StepOfRank, most: u128) {
-    svg.rect(room, "#f1f1f1", 1.0);
+    svg.rect(room, EMPTY, 1.0);
     let Area { x, y, width, height } = room;
     let is_high = width >= 22.0 && height >= 28.0;
     let is_wide = width >= 40.0 && height >= 14.0;
-    let bar = match (is_high, is_wide) {
-        (true, _) => area(x, y + 15.0, width, height - 15.0),
-        (_, true) => area(x + 22.0, y, width - 22.0, height),
-        _ => room,
+    let (bar, baseline) = match (is_high, is_wide) {
+        (true, _) => (area(x, y + 15.0, width, height - 15.0), y + 11.5),
+        (_, true) => (area(x + 22.0, y, width - 22.0, height), y + height / 2.0 + 4.0),
+        _ => (room, y),
     };
     if of_rank.pairs > 0 {
         // at least 1.5 pixels, so that the least work is visible
         let width = (bar.width * of_rank.pairs as f64 / most as f64).max(1.5);
         svg.rect(Area { width, ..bar }, fill, 1.0);
     }
-    if !is_high && !is_wide {
-        return;
+    if is_high || is_wide {
+        let owner = if of_rank.rows == 0 { "–".to_owned() } else { of_rank.owner.to_string() };
+        svg.text(x + 4.0, baseline, LABEL, &owner);
     }
-    let baseline = if is_high { y + 11.5 } else { y + height / 2.0 + 4.0 };
-    let owner = if of_rank.rows == 0 { "–".to_owned() } else { of_rank.owner.to_string() };
-    svg.label(at(x + 4.0, baseline), Anchor::Start, &owner);
-    if let Some(words) = sends_in_words(&of_rank.sends, width).filter(|_| is_high) {
-        svg.text(at(x + width - 4.0, baseline), 10.0, Anchor::End, "#444", &words);
+    if is_high && width >= 76.0 && !of_rank.sends.is_empty() {
+        let attributes = "font-size=\"10\" text-anchor=\"end\" fill=\"#444\"";
+        svg.text(x + width - 4.0, baseline, attributes, &sends_in_words(&of_rank.sends, width));
     }
 }
 
 /// Describes the blocks that are sent, as far as there is room beside the owner.
-fn sends_in_words(sends: &[Send], width: f64) -> Option<String> {
+fn sends_in_words(sends: &[Send], width: f64) -> String {
     let sent = bytes(sends.iter().map(|send| send.bytes).sum::<u128>());
-    let words = match sends {
-        [] => return None,
+    match sends {
         [only] if width >= 110.0 => format!("→ {}: {sent}", only.to),
         [_] => format!("→ {sent}"),
         several if width >= 130.0 => format!("→ {} ranks: {sent}", several.len()),
         several => format!("→ {}×", several.len()),
-    };
-    (width >= 76.0).then_some(words)
+    }
 }

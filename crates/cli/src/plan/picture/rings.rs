@@ -6,21 +6,20 @@
 //! rank   place · parts of the heads; the ranks up to that of the next place have the same rows
 //! ```
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
-use annulus_core::{Batch, Result, Runs, Shard, Side, Spec};
-use annulus_plan::{NeedsIndex, RingShards, Route, StrategyTraffic};
+use annulus_core::{Batch, Result, Runs, Side, Spec};
+use annulus_plan::{Route, StrategyTraffic};
 
-use super::{
+use crate::plan::{
     figures::Figures,
-    limits::MOST_STEPPED_RANKS,
-    step_figures::{self, StepFigures},
-    strategies::{GridFigures, Strategies},
+    ring::{MOST_STEPPED_RANKS, PlannedRing, StepFigures, busy_steps},
+    strategies::Strategies,
 };
 
 /// Rings over the same groups of ranks, one of each key column. A ring over all ranks has groups of
 /// one rank.
-pub(super) struct Rings {
+pub(in crate::plan) struct Rings {
     groups: usize,
     columns: usize,
     /// Parts of the heads.
@@ -45,64 +44,53 @@ pub(super) struct Rings {
 impl Rings {
     /// Returns the rings of a plan. `first` is that of the first key column, `batch` that of all
     /// rows.
-    pub(super) fn new(
+    pub(in crate::plan) fn new(
         spec: &Spec,
         batch: &Batch,
-        first: &Figures,
         strategies: &Strategies,
+        first: &PlannedRing<'_>,
+        figures: &Figures,
     ) -> Result<Self> {
-        let RingShards { q, kv } = &first.shards;
-        let rows = |shards: &[Arc<Shard>]| shards.iter().map(|of| of.rows.clone()).collect();
+        let StrategyTraffic { grid, layout, .. } = strategies.planned();
+        let starts = batch.cum_seqlens_q.clone();
         // packed documents are of as many queries as keys, which no alignment shifts
-        let offset = q.iter().filter(|_| first.starts.is_none()).find_map(|shard| {
+        let offset = first.shards.q.iter().filter(|_| starts.is_none()).find_map(|shard| {
             Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?)
         });
-        let of_ring = Self {
-            groups: q.len(),
-            columns: 1,
-            parts: 1,
-            queries: rows(q),
-            keys: rows(kv),
-            routes: vec![first.route],
-            steps: first.steps.clone(),
-            busy_steps: first.busy_steps(),
-            starts: first.starts.clone(),
+        let mut rings = Self {
+            groups: grid.groups(),
+            columns: grid.columns(),
+            parts: grid.head_parts(),
+            queries: first.shards.q.iter().map(|shard| shard.rows.clone()).collect(),
+            keys: Vec::new(),
+            routes: strategies.routes.clone(),
+            steps: Vec::new(),
+            busy_steps: figures.busy_steps(),
+            starts,
             offset: offset.unwrap_or(0),
         };
-        match strategies.grid() {
-            Some((traffic, figures)) => of_ring.of_grid(spec, batch, traffic, figures),
-            None => Ok(of_ring),
-        }
-    }
-
-    /// Adds the rings of the further key columns of a grid to that of the first, as
-    /// [`Rings::new`].
-    fn of_grid(
-        self,
-        spec: &Spec,
-        batch: &Batch,
-        traffic: &StrategyTraffic,
-        figures: &GridFigures,
-    ) -> Result<Self> {
-        let StrategyTraffic { grid, layout, .. } = traffic;
-        let kv_len = spec.dims.kv_len;
-        let routes = figures.routes.clone();
-        let all = Self { columns: grid.columns(), parts: grid.head_parts(), routes, ..self };
-        let keys = (0..all.places()).map(|place| {
-            let column = layout.of_member(grid, grid.of_column(place % all.columns).start);
-            column.shard(Side::Kv, kv_len, place / all.columns, all.groups)
+        let member_of = |column: usize| grid.of_column(column).start;
+        let keys = (0..rings.places()).map(|place| {
+            let column = layout.of_member(grid, member_of(place % rings.columns));
+            column.shard(Side::Kv, spec.dims.kv_len, place / rings.columns, rings.groups)
         });
-        let keys = keys.collect();
-        if all.places() > MOST_STEPPED_RANKS {
-            return Ok(Self { keys, steps: Vec::new(), ..all });
+        rings.keys = keys.collect();
+        if rings.places() > MOST_STEPPED_RANKS {
+            return Ok(rings);
         }
         let mut steps: Vec<StepFigures> = Vec::new();
-        for column in 0..all.columns {
-            let of_column = match column {
-                0 => all.steps.clone(),
-                _ => steps_of_column(spec, batch, traffic, column, all.routes[column])?,
+        for column in 0..rings.columns {
+            let of_column = if column == 0 {
+                figures.steps.clone()
+            } else {
+                let of_member = grid.spec_of(spec, member_of(column));
+                let layout = layout.of_member(grid, member_of(column));
+                // steps have no gradients
+                let route = rings.routes[column];
+                let ring = PlannedRing::new(&of_member, layout, rings.groups, route, batch, false)?;
+                ring.schedule()?.map_or_else(Vec::new, |schedule| ring.steps(&schedule))
             };
-            let of_column = of_column.into_iter().map(|step| all.of_places(step, column));
+            let of_column = of_column.into_iter().map(|step| rings.of_places(step, column));
             for (number, step) in of_column.enumerate() {
                 match steps.get_mut(number) {
                     Some(all) => all.ranks.extend(step.ranks),
@@ -110,8 +98,9 @@ impl Rings {
                 }
             }
         }
-        let busy_steps = step_figures::busy_steps(&steps).unwrap_or(all.busy_steps);
-        Ok(Self { keys, steps, busy_steps, ..all })
+        rings.busy_steps = busy_steps(&steps).unwrap_or(rings.busy_steps);
+        rings.steps = steps;
+        Ok(rings)
     }
 
     /// Returns a step of the ring of a column with the ranks of places in place of groups.
@@ -159,26 +148,4 @@ impl Rings {
         let step = self.routes[column].step(group, owner, self.groups);
         (group * self.columns + column, step)
     }
-}
-
-/// Returns the steps of the ring of a key column over the groups, with the first heads.
-fn steps_of_column(
-    spec: &Spec,
-    batch: &Batch,
-    traffic: &StrategyTraffic,
-    column: usize,
-    route: Route,
-) -> Result<Vec<StepFigures>> {
-    let StrategyTraffic { grid, layout, .. } = traffic;
-    let member = grid.of_column(column).start;
-    let of_member = grid.spec_of(spec, member);
-    let layout = layout.of_member(grid, member);
-    let shards =
-        RingShards::of_batch(&of_member.dims, spec.alignment, layout, grid.groups(), batch)?;
-    let (heads, batch_rows) = (of_member.dims.q_heads, of_member.dims.batch);
-    let mask = of_member.mask.as_ref();
-    let needs = NeedsIndex::of_queries(mask, heads, batch_rows, &shards, &mut || ());
-    // steps have no gradients
-    let schedule = step_figures::checked_schedule(&needs, route, false)?;
-    Ok(step_figures::steps(&of_member, &schedule, &shards))
 }
