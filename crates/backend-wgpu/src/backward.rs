@@ -2,23 +2,20 @@
 //! `finish.rs`. dQ and dbias are computed by query tiles (`backward_queries.wgsl`,
 //! `backward_bias.wgsl`), dK and dV by key tiles (`backward_keys.wgsl`).
 
-use std::ops::ControlFlow;
-
 use annulus_core::{
     BackwardInputs, BackwardPass, Block, Gradients, RangePairs, Reduction, Result, RowSet, Tick,
-    View, ViewMut, Visibility,
+    View, ViewMut,
 };
 
 use crate::{
     copy::{ElementStrides, RowWindow, bind_whole},
     finish::write_gradients,
     kernels::{KernelVariant, params::RowParams},
-    launch::{BoundResource, Commands, ElementRange},
+    launch::{BoundResource, Commands},
     memory::{GpuBuffer, Queued, Tensor, WgpuSpace, check_inputs, check_tensors},
-    operands::{Operands, RowsOf, TileKernel, bias, dbias_operand, floats, records, tensor},
+    operands::{Operands, RowsOf, TileKernel, dbias_operand, records, tensor},
     pass_context::{BackwardBuffers, BackwardContext, RankKernels, bias_axes},
     records::{pack_kv, pack_queries, reduce_gradients},
-    tiles::TilePass,
 };
 
 /// A backward pass in progress.
@@ -40,9 +37,26 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         dkv: Option<&mut GpuBuffer>,
         tick: Tick<'_>,
     ) -> Result<Queued> {
-        let flow = backward_dq(&mut self.0, kv, &mut *tick)?;
+        let BackwardContext { kernels, state, inputs } = &mut self.0;
+        let BackwardBuffers { dq, statistics, bias } = state;
+        let operands = Operands {
+            dout: Some(tensor(inputs.dout, RowsOf::Queries)),
+            ..kernels.operands(&inputs.forward, kv, statistics)
+        };
+        let of_dq = operands.clone();
+        let mut flow = kernels.run(TileKernel::Queries, kv.rows, of_dq, Some(dq), &mut *tick)?;
+        let bias = kernels.shard.spec.bias.zip(bias.as_ref());
+        if let Some((shape, sums)) = bias.filter(|_| flow.is_continue()) {
+            let rows = kernels.shard.queries.len();
+            let dbias = Some(dbias_operand(Some(&sums.buffer), shape, rows));
+            let of_dbias = Operands { dbias, ..operands.clone() };
+            let kind = TileKernel::Bias(bias_axes(shape));
+            flow = kernels.run(kind, kv.rows, of_dbias, None, &mut *tick)?;
+        }
         if let Some(dkv) = dkv.filter(|_| flow.is_continue()) {
-            backward_dkv(&mut self.0, kv, dkv, tick)?;
+            let operands = with_gradients(operands, kernels, dkv);
+            let kind = TileKernel::Keys { from_records: false };
+            kernels.run(kind, kv.rows, operands, None, tick).map(drop)?;
         }
         Ok(Queued)
     }
@@ -53,7 +67,23 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         dkv: &mut GpuBuffer,
         tick: Tick<'_>,
     ) -> Result<()> {
-        backward_dkv_from_queries(&mut self.0, queries, dkv, tick)
+        let BackwardContext { kernels, inputs, .. } = &mut self.0;
+        let (record, bytes) = (kernels.shard.spec.query_row_layout(), kernels.tile.storage.bytes());
+        let buffer = Some(&queries.buffer.buffer);
+        let of_queries = |field| Some(records(buffer, &record, field, bytes, RowsOf::Queries));
+        let operands = Operands {
+            q: of_queries(0),
+            k: Some(tensor(inputs.forward.k, RowsOf::Keys)),
+            v: Some(tensor(inputs.forward.v, RowsOf::Keys)),
+            dout: of_queries(1),
+            statistics: of_queries(2),
+            // the ring refuses a bias with a query axis here: it would need another rank's rows
+            bias: kernels.bias(&inputs.forward, queries.rows.len()),
+            ..Operands::default()
+        };
+        let operands = with_gradients(operands, kernels, dkv);
+        let kind = TileKernel::Keys { from_records: true };
+        kernels.run(kind, queries.rows, operands, None, tick).map(drop)
     }
 
     fn reduce(
@@ -109,10 +139,7 @@ impl<'p> WgpuBackward<'p> {
         let element_range = |window: &RowWindow| {
             layout.element_range(window, dims.q_heads as u64, dims.value_dim as u64, bytes)
         };
-        let fits = |window: &RowWindow| {
-            ElementRange::bound_bytes(element_range(window).count, bytes, gpu.alignment())
-                <= gpu.max_binding_bytes()
-        };
+        let fits = |window: &RowWindow| element_range(window).fits(gpu);
         let whole = |view: Option<&Tensor>| bind_whole(view.map(|view| &view.buffer));
         for window in RowWindow::cut(dims.batch as u64, rows as u64, fits) {
             let (out, out_base) = element_range(&window).bind(gpu, &inputs.out.buffer)?;
@@ -157,147 +184,13 @@ impl<'p> WgpuBackward<'p> {
     }
 }
 
-/// Computes the local queries' part of dK and dV of a KV block, and writes it to `dkv`.
-fn backward_dkv(
-    pass: &mut BackwardContext<'_>,
-    kv: &Block<'_, WgpuSpace>,
-    dkv: &GpuBuffer,
-    tick: Tick<'_>,
-) -> Result<()> {
-    let BackwardContext { kernels, state, inputs } = pass;
-    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-    let BackwardBuffers { statistics, .. } = state;
-    let spec = &shard.spec;
-    let rows = shard.queries.len();
-    let (record, gradient, bytes) =
-        (spec.kv_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
-    let of_block =
-        |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
-    let into = |field| Some(records(Some(&dkv.buffer), &gradient, field, 4, RowsOf::Keys));
-    let operands = Operands {
-        q: Some(tensor(inputs.forward.q, RowsOf::Queries)),
-        k: of_block(0),
-        v: of_block(1),
-        dout: Some(tensor(inputs.dout, RowsOf::Queries)),
-        statistics: Some(floats(&statistics.buffer, rows, spec.dims.q_heads, 4)),
-        acc: into(0),
-        dv: into(1),
-        bias: spec
-            .bias
-            .zip(inputs.forward.bias)
-            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-        dbias: None,
-    };
-    let visibility = shard.visibility(&shard.queries, kv.rows);
-    TilePass {
-        gpu,
-        spec,
-        tile: *tile,
-        kind: TileKernel::Keys { from_records: false, add: false },
-        visibility,
-        operands,
-        acc: None,
-    }
-    .run(arena, block_mask, tick)
-    .map(drop)
-}
-
-/// Adds a query block's part of dK and dV of the local keys to `dkv`.
-fn backward_dkv_from_queries(
-    pass: &mut BackwardContext<'_>,
-    queries: &Block<'_, WgpuSpace>,
-    dkv: &GpuBuffer,
-    tick: Tick<'_>,
-) -> Result<()> {
-    let BackwardContext { kernels, inputs, .. } = pass;
-    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-    let spec = &shard.spec;
-    let (record, gradient, bytes) =
-        (spec.query_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
-    let of_queries =
-        |field| Some(records(Some(&queries.buffer.buffer), &record, field, bytes, RowsOf::Queries));
-    let into = |field| Some(records(Some(&dkv.buffer), &gradient, field, 4, RowsOf::Keys));
-    let operands = Operands {
-        q: of_queries(0),
-        k: Some(tensor(inputs.forward.k, RowsOf::Keys)),
-        v: Some(tensor(inputs.forward.v, RowsOf::Keys)),
-        dout: of_queries(1),
-        statistics: of_queries(2),
-        acc: into(0),
-        dv: into(1),
-        // the ring refuses a bias with a query axis here: it would need another rank's rows
-        bias: spec
-            .bias
-            .zip(inputs.forward.bias)
-            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, queries.rows.len())),
-        dbias: None,
-    };
-    let visibility = Visibility {
-        mask: spec.mask.as_ref(),
-        attention_mask: None,
-        queries: queries.rows,
-        keys: &shard.keys,
-    };
-    TilePass {
-        gpu,
-        spec,
-        tile: *tile,
-        kind: TileKernel::Keys { from_records: true, add: true },
-        visibility,
-        operands,
-        acc: None,
-    }
-    .run(arena, block_mask, tick)
-    .map(drop)
-}
-
-/// Adds one KV block's contribution to dQ and dbias. Returns `Break` if the tick did.
-fn backward_dq(
-    pass: &mut BackwardContext<'_>,
-    kv: &Block<'_, WgpuSpace>,
-    tick: Tick<'_>,
-) -> Result<ControlFlow<()>> {
-    let BackwardContext { kernels, state, inputs } = pass;
-    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-    let BackwardBuffers { dq, statistics, bias: dbias } = state;
-    let spec = &shard.spec;
-    let rows = shard.queries.len();
-    let record = shard.spec.kv_row_layout();
-    let bytes = tile.storage.bytes();
-    let heads = spec.dims.q_heads;
-    let of_block =
-        |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
-    let operands = Operands {
-        q: Some(tensor(inputs.forward.q, RowsOf::Queries)),
-        k: of_block(0),
-        v: of_block(1),
-        dout: Some(tensor(inputs.dout, RowsOf::Queries)),
-        statistics: Some(floats(&statistics.buffer, rows, heads, 4)),
-        acc: None,
-        bias: spec
-            .bias
-            .zip(inputs.forward.bias)
-            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-        dbias: spec
-            .bias
-            .zip(dbias.as_ref())
-            .map(|(shape, acc)| dbias_operand(Some(&acc.buffer), shape, rows)),
-        dv: None,
-    };
-    let visibility = shard.visibility(&shard.queries, kv.rows);
-    let pass = TilePass {
-        gpu,
-        spec,
-        tile: *tile,
-        kind: TileKernel::Queries,
-        visibility,
-        operands,
-        acc: Some(dq),
-    };
-    let flow = pass.run(arena, block_mask, &mut *tick)?;
-    match spec.bias.filter(|_| flow.is_continue()) {
-        Some(shape) => TilePass { kind: TileKernel::Bias(bias_axes(shape)), acc: None, ..pass }
-            .run(arena, block_mask, tick),
-        None => Ok(flow),
-    }
+/// Adds the records of dK and dV to the operands.
+fn with_gradients<'a>(
+    operands: Operands<'a>,
+    kernels: &RankKernels,
+    dkv: &'a GpuBuffer,
+) -> Operands<'a> {
+    let record = kernels.shard.spec.gradient_row_layout();
+    let into = |field| Some(records(Some(&dkv.buffer), &record, field, 4, RowsOf::Keys));
+    Operands { acc: into(0), dv: into(1), ..operands }
 }

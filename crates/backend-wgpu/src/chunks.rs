@@ -74,13 +74,14 @@ impl Operands<'_> {
         let ProblemSize { queries, keys, per_batch, per_head, queries_each } = size;
         let batch = spec.dims.batch;
         let heads = spec.dims.q_heads;
-        let groups = self.groups(kind);
+        let mut operands = self.clone();
+        let groups = operands.groups(kind);
         let whole = |counts: [usize; 4]| {
             let [batches, heads, queries, keys] = counts.map(|count| (0, count));
             WorkChunk { batches, heads, queries, keys }
         };
         let bindings_fit = |counts: [usize; 4]| {
-            groups.iter().all(|(operands, _)| {
+            groups.iter().all(|operands| {
                 let bytes = operands.first().map_or(0, |operand| operand.bytes);
                 let (first, end) = element_span(operands, &whole(counts), spec);
                 ElementRange::bound_bytes(end - first, bytes, limits.alignment)
@@ -123,30 +124,24 @@ impl Operands<'_> {
 /// Halves the axis of [batches, heads, queries, keys] whose split costs least. Returns `step`
 /// unchanged if no axis can be split further.
 fn halved(mut step: [usize; 4], kind: TileKernel, walk_fits: bool, lists_fit: bool) -> [usize; 4] {
-    let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
-    let walked = if kind.owner() == ListOwner::Queries { 3 } else { 2 };
-    if !walk_fits {
-        if step[walked] > TILE {
-            step[walked] = halve(step[walked]);
-        } else if step[0] > 1 {
-            step[0] = 1;
-        } else {
-            step[1] = 1;
-        }
-    } else if !lists_fit && step[2] > 8 * TILE {
-        step[2] = halve(step[2]);
-    } else if step[0] > 1 {
-        step[0] = 1;
-    } else if step[2] > 8 * TILE {
-        step[2] = halve(step[2]);
-    } else if step[3] > 8 * TILE {
-        step[3] = halve(step[3]);
-    } else if step[1] > 1 {
-        step[1] = 1;
-    } else if step[2] > TILE {
-        step[2] = halve(step[2]);
-    } else if step[3] > TILE {
-        step[3] = halve(step[3]);
+    let [batches, heads, queries, keys] = [0, 1, 2, 3];
+    let walked = if kind.owner() == ListOwner::Queries { keys } else { queries };
+    // axes in the order in which they are split, each while it is longer than this
+    let by_walk = [(walked, TILE), (batches, 1), (heads, 1)];
+    let by_lists = (queries, if lists_fit { usize::MAX } else { 8 * TILE });
+    let by_size = [
+        by_lists,
+        (batches, 1),
+        (queries, 8 * TILE),
+        (keys, 8 * TILE),
+        (heads, 1),
+        (queries, TILE),
+        (keys, TILE),
+    ];
+    let order = if walk_fits { &by_size[..] } else { &by_walk };
+    if let Some(&(axis, least)) = order.iter().find(|&&(axis, least)| step[axis] > least) {
+        let rows = step[axis].div_ceil(2).next_multiple_of(TILE);
+        step[axis] = if least == 1 { 1 } else { rows };
     }
     step
 }
@@ -183,8 +178,12 @@ fn chunks_of(
 }
 
 /// Returns the range (first, end) of elements that a chunk of these operands spans.
-pub(crate) fn element_span(operands: &[Operand<'_>], chunk: &WorkChunk, spec: &Spec) -> (u64, u64) {
-    let of = |operand: &Operand<'_>| {
+pub(crate) fn element_span(
+    operands: &[&mut Operand<'_>],
+    chunk: &WorkChunk,
+    spec: &Spec,
+) -> (u64, u64) {
+    let of = |operand: &&mut Operand<'_>| {
         let first = first_element(operand, chunk);
         let (rows, heads) = match operand.rows {
             RowsOf::Queries => (chunk.queries.1, chunk.heads.1),
@@ -248,7 +247,7 @@ mod tests {
             rows,
             first_row: 0,
         };
-        let q = operand(RowsOf::Queries, rows, heads);
+        let mut q = operand(RowsOf::Queries, rows, heads);
         let k = operand(RowsOf::Keys, keys, 1);
         let operands = Operands { q: Some(q), k: Some(k), ..Operands::default() };
         let size = ProblemSize {
@@ -263,7 +262,7 @@ mod tests {
         let mut ends = vec![0];
         for chunk in chunks.iter().filter(|chunk| chunk.keys.0 == 0) {
             assert_eq!(chunk.heads, (0, heads));
-            let (first, end) = element_span(&[q], chunk, &spec);
+            let (first, end) = element_span(&[&mut q], chunk, &spec);
             assert_eq!(first, row * chunk.queries.0 as u64);
             assert!(2 * (end - first) < 1 << 31, "{chunk:?}");
             assert_eq!(ends.last(), Some(&first), "{chunk:?}");

@@ -4,7 +4,10 @@ use annulus_core::{Result, index};
 
 use crate::{
     device::Gpu,
-    kernels::{CopyMode, KernelVariant, Storage, params::CopyParams},
+    kernels::{
+        CopyMode, KernelVariant,
+        params::{CopyParams, Strided},
+    },
     launch::{Arena, BoundResource, Commands, ElementRange},
 };
 
@@ -35,6 +38,12 @@ impl ElementStrides {
             row: record.bytes() / bytes,
             head: dim as u64 * scale,
         }
+    }
+
+    /// Returns the layout as a kernel reads it, in a binding in which it begins at element `base`.
+    pub(crate) const fn at(self, base: u32) -> Strided {
+        let Self { batch, row, head, .. } = self;
+        Strided { base, row: row as u32, batch: batch as u32, head: head as u32 }
     }
 
     /// Returns the range of elements that contains the window `batches` × `rows` × `heads` × `dim`.
@@ -98,25 +107,68 @@ pub(crate) struct CopySide<'a> {
     pub(crate) bytes: u64,
 }
 
-/// A strided copy.
+impl<'a> CopySide<'a> {
+    /// A dense tensor `[batch, rows, heads, dim]`.
+    pub(crate) const fn dense(
+        buffer: &'a wgpu::Buffer,
+        [rows, heads, dim]: [usize; 3],
+        bytes: u64,
+    ) -> Self {
+        Self { buffer, layout: ElementStrides::dense(rows, heads, dim), bytes }
+    }
+
+    /// Field `field` of records.
+    pub(crate) fn records(
+        buffer: &'a wgpu::Buffer,
+        record: &annulus_core::RowLayout,
+        field: usize,
+        bytes: u64,
+    ) -> Self {
+        Self { buffer, layout: ElementStrides::records(record, field, bytes), bytes }
+    }
+
+    /// The side from row `first` on.
+    fn at_row(self, first: u64) -> Self {
+        let base = self.layout.base + first * self.layout.row;
+        Self { layout: ElementStrides { base, ..self.layout }, ..self }
+    }
+}
+
+/// A strided copy into a tensor or a part of it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Copy<'a> {
-    pub(crate) from: CopySide<'a>,
     pub(crate) into: CopySide<'a>,
-    pub(crate) batches: u64,
-    pub(crate) rows: u64,
-    pub(crate) heads: u64,
-    pub(crate) dim: u64,
+    /// Batch rows, rows, heads, elements of a vector.
+    pub(crate) shape: [usize; 4],
     pub(crate) mode: CopyMode,
     pub(crate) factor: f32,
     /// Row statistics `[batch, row, head, 4]`, whose first element is the factor of a row.
     pub(crate) factors: Option<CopySide<'a>>,
 }
 
-impl Copy<'_> {
+impl<'a> Copy<'a> {
+    /// A copy without factors.
+    pub(crate) const fn new(into: CopySide<'a>, shape: [usize; 4], mode: CopyMode) -> Self {
+        Self { into, shape, mode, factor: 1.0, factors: None }
+    }
+
+    /// The part of the copy from row `first` on.
+    pub(crate) fn of_rows(self, first: usize, rows: usize) -> Self {
+        let [batches, _, heads, dim] = self.shape;
+        let after = |side: CopySide<'a>| side.at_row(first as u64);
+        let (into, factors) = (after(self.into), self.factors.map(after));
+        Self { into, factors, shape: [batches, rows, heads, dim], ..self }
+    }
+
     /// Records the launches.
-    pub(crate) fn launch(&self, gpu: &Gpu, commands: &mut Commands<'_>) -> Result<()> {
-        let Copy { from, into, heads, dim, .. } = *self;
+    pub(crate) fn launch(
+        &self,
+        from: CopySide<'_>,
+        gpu: &Gpu,
+        commands: &mut Commands<'_>,
+    ) -> Result<()> {
+        let Copy { into, shape, .. } = *self;
+        let [batches, rows, heads, dim] = shape.map(|count| count as u64);
         let element_ranges = |window: &RowWindow| {
             let of =
                 |side: CopySide<'_>, dim| side.layout.element_range(window, heads, dim, side.bytes);
@@ -124,28 +176,19 @@ impl Copy<'_> {
         };
         let fits = |window: &RowWindow| {
             let (from, into, factors) = element_ranges(window);
-            [Some(from), Some(into), factors.map(|(_, element_range)| element_range)]
-                .into_iter()
-                .flatten()
-                .all(|element_range| {
-                    ElementRange::bound_bytes(
-                        element_range.count,
-                        element_range.bytes,
-                        gpu.alignment(),
-                    ) <= gpu.max_binding_bytes()
-                })
+            let factors = factors.map(|(_, range)| range);
+            [from, into].into_iter().chain(factors).all(|range| range.fits(gpu))
         };
-        for window in RowWindow::cut(self.batches, self.rows, fits) {
+        for window in RowWindow::cut(batches, rows, fits) {
             let (of_from, of_into, of_factors) = element_ranges(&window);
             let (from_bound, from_base) = of_from.bind(gpu, from.buffer)?;
             let (into_bound, into_base) = of_into.bind(gpu, into.buffer)?;
             let mut bindings = vec![from_bound, into_bound];
-            let mut factors_base = 0;
-            let mut factors = ElementStrides::default();
+            let mut factors = Strided::default();
             if let Some((side, element_range)) = of_factors {
                 let (bound, base) = element_range.bind(gpu, side.buffer)?;
                 bindings.push(bound);
-                (factors_base, factors) = (base, side.layout);
+                factors = side.layout.at(base);
             }
             // two neighbouring 2-byte elements form one word if all offsets are even
             let even = |number: u64| number.is_multiple_of(2);
@@ -166,18 +209,9 @@ impl Copy<'_> {
                     heads: heads as u32,
                     dim: dim as u32,
                     pairs: u32::from(pairs),
-                    from_base,
-                    from_row: from.layout.row as u32,
-                    from_batch: from.layout.batch as u32,
-                    from_head: from.layout.head as u32,
-                    into_base,
-                    into_row: into.layout.row as u32,
-                    into_batch: into.layout.batch as u32,
-                    into_head: into.layout.head as u32,
-                    factors_base,
-                    factors_row: factors.row as u32,
-                    factors_batch: factors.batch as u32,
-                    factors_head: factors.head as u32,
+                    from: from.layout.at(from_base),
+                    into: into.layout.at(into_base),
+                    factors,
                     factor: self.factor,
                 },
             )?;
@@ -205,18 +239,9 @@ pub(crate) fn launch_linear(
     mode: CopyMode,
 ) -> Result<()> {
     let layout = |base| ElementStrides { base, batch: 0, row: 1, head: 0 };
-    let copy = Copy {
-        from: CopySide { buffer: from, layout: layout(linear.from), bytes },
-        into: CopySide { buffer: into, layout: layout(linear.into), bytes },
-        batches: 1,
-        rows: linear.count,
-        heads: 1,
-        dim: 1,
-        mode,
-        factor: 1.0,
-        factors: None,
-    };
-    copy.launch(gpu, commands)
+    let from = CopySide { buffer: from, layout: layout(linear.from), bytes };
+    let into = CopySide { buffer: into, layout: layout(linear.into), bytes };
+    Copy::new(into, [1, index(linear.count), 1, 1], mode).launch(from, gpu, commands)
 }
 
 /// Copies ranges of 2-byte elements, which may share words at their ends.
@@ -232,11 +257,6 @@ pub(crate) fn copy_raw(
         launch_linear(gpu, &mut commands, from, into, linear, 2, CopyMode::Raw { half: true })?;
     }
     commands.submit().map(drop)
-}
-
-/// Copy mode from f32 to the target's type.
-pub(crate) const fn rounding(storage: Storage, by_row: bool) -> CopyMode {
-    if by_row { CopyMode::ByRow(storage) } else { CopyMode::Rounded(storage) }
 }
 
 /// Binds a whole buffer, or the placeholder.

@@ -95,8 +95,9 @@ impl Options {
 pub struct Gpu(Arc<GpuParts>);
 
 struct GpuParts {
-    device: wgpu::Device,
-    queue: wgpu::Queue,
+    /// Bound to bindings that a plan does not use. The first field, because the compiler evaluates
+    /// `Sync` in the order of fields, and in a field of more levels exceeds its recursion limit.
+    nothing: wgpu::Buffer,
     name: String,
     level: Level,
     /// Cooperative matrices of the device, even if the level does not use them.
@@ -104,19 +105,14 @@ struct GpuParts {
     chunk_limits: ChunkLimits,
     pipelines: Mutex<HashMap<KernelVariant, PipelineSlot>>,
     staging: StagingPools,
-    submissions: Arc<Submissions>,
-    compilation: Compilation,
     /// True if tests let the device's timestamps read as 0.
     lacks_clock: bool,
     /// True if the device's conversion from f16 keeps subnormal numbers; set at first use.
     unpacks: OnceLock<bool>,
-    lost: LostReason,
-    /// Bound to bindings that a plan does not use.
-    nothing: wgpu::Buffer,
     edit: Option<KernelEdit>,
     query_tile: TileChoice,
-    /// Closes the device; the last field, so that it is dropped after all other objects on it.
-    open: Arc<OpenDevice>,
+    /// The last field, so that the device is closed after all other objects on it are dropped.
+    opened: Opened,
 }
 
 impl Drop for Gpu {
@@ -128,19 +124,43 @@ impl Drop for Gpu {
 }
 
 /// Device, queue and state that handles at all levels share.
-struct SharedParts {
+#[derive(Clone)]
+struct Opened {
     device: wgpu::Device,
     queue: wgpu::Queue,
     lost: LostReason,
     submissions: Arc<Submissions>,
-    /// `None`: that of the adapter's kind.
-    register_tile: Option<RegisterTile>,
-    /// `None`: by adapter and shape.
-    query_tile: Option<QueryTileSize>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
     compilation: Compilation,
+    /// Closes the device; the last field.
     open: Arc<OpenDevice>,
+}
+
+impl Opened {
+    fn new(
+        given: (wgpu::Device, wgpu::Queue),
+        lost: LostReason,
+        options: &Options,
+    ) -> Result<Self> {
+        let open = OpenDevice::new(&given, lost.on_lost());
+        // declared after `open`, so that an error drops them before it
+        let (device, queue) = given;
+        let part_work = options.most_part_flops;
+        let submissions = Arc::new(Submissions::new(&device, part_work)?);
+        let is_metal = device.adapter_info().backend == wgpu::Backend::Metal;
+        let compilation =
+            Compilation { checked: options.check_bounds || is_metal, translate: options.translate };
+        Ok(Self { device, queue, lost, submissions, part_work, compilation, open })
+    }
+}
+
+/// Kernels of a handle. `None`: those of the adapter's kind.
+struct Choices {
+    level: Option<Level>,
+    register_tile: Option<RegisterTile>,
+    query_tile: Option<QueryTileSize>,
+    matrices: Option<Matrices>,
 }
 
 /// Reason why the device is lost, once one is reported.
@@ -232,34 +252,16 @@ impl Gpu {
         })?;
         drop(turn);
         let lost = LostReason::default();
-        let open = OpenDevice::new(&opened, lost.on_lost());
-        // declared after `open`, so that an error drops them before it
-        let (device, queue) = opened;
         let reason_slot = lost.clone();
         // without a handler wgpu panics
-        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+        opened.0.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
             reason_slot.set_once(|| {
                 format!("an uncaptured error, caused by no call of this backend: {error}")
             })
         }));
-        let part_work = options.most_part_flops;
-        let submissions = Arc::new(Submissions::new(&device, part_work)?);
-        let compilation =
-            Compilation { checked: options.check_bounds, translate: options.translate };
-        let shared = SharedParts {
-            device,
-            queue,
-            lost,
-            submissions,
-            register_tile,
-            query_tile,
-            part_work,
-            compilation,
-            open,
-        };
-        let gpu = Self::assemble(shared, level, matrices(&adapter))?;
-        gpu.probe()?;
-        Ok(gpu)
+        let opened = Opened::new(opened, lost, options)?;
+        let matrices = matrices(&adapter);
+        Self::probed(assemble(opened, Choices { level, register_tile, query_tile, matrices })?)
     }
 
     /// Returns the same device at another level; both share their tensors.
@@ -267,9 +269,7 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::open`].
     pub fn at(&self, level: Level) -> Result<Self> {
-        let gpu = Self::assemble(self.shared(), Some(level), self.0.matrices)?;
-        gpu.probe()?;
-        Ok(gpu)
+        Self::probed(self.again(|choices| choices.level = Some(level))?)
     }
 
     /// Returns the same device and level with these queries of a tile of forward, where the kernel
@@ -278,10 +278,7 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::open`].
     pub fn with_query_tile(&self, tile: QueryTileSize) -> Result<Self> {
-        let shared = SharedParts { query_tile: Some(tile), ..self.shared() };
-        let gpu = Self::assemble(shared, Some(self.0.level), self.0.matrices)?;
-        gpu.probe()?;
-        Ok(gpu)
+        Self::probed(self.again(|choices| choices.query_tile = Some(tile))?)
     }
 
     /// Returns the same device and level with a change of one kernel, so that tests can plant a
@@ -292,18 +289,13 @@ impl Gpu {
     /// [`Error::InvalidArgument`].
     #[doc(hidden)]
     pub fn edited(&self, edit: KernelEdit) -> Result<Self> {
-        let mut gpu = Self::assemble(self.shared(), Some(self.0.level), self.0.matrices)?;
-        let unpacks = self.unpacks()?;
-        let Some(parts) = Arc::get_mut(&mut gpu.0) else {
-            return Err(Error::internal("a new device has several handles"));
-        };
+        let unpacks = OnceLock::from(self.unpacks()?);
         let compiled = lock(&self.0.pipelines);
         let others = compiled.iter().filter(|(variant, _)| variant.name() != edit.kernel);
-        parts.pipelines =
+        let pipelines =
             Mutex::new(others.map(|(&variant, slot)| (variant, Arc::clone(slot))).collect());
-        parts.unpacks = OnceLock::from(unpacks);
-        parts.edit = Some(edit);
-        Ok(gpu)
+        let parts = self.again(|_| ())?;
+        Ok(Self(Arc::new(GpuParts { pipelines, unpacks, edit: Some(edit), ..parts })))
     }
 
     /// Returns the same device with timestamps that read as 0, as Metal's may, so that tests can
@@ -313,12 +305,8 @@ impl Gpu {
     /// [`Error::Device`].
     #[doc(hidden)]
     pub fn without_clock(&self) -> Result<Self> {
-        let mut gpu = Self::assemble(self.shared(), Some(self.0.level), self.0.matrices)?;
-        let Some(parts) = Arc::get_mut(&mut gpu.0) else {
-            return Err(Error::internal("a new device has several handles"));
-        };
-        parts.lacks_clock = true;
-        Ok(gpu)
+        let parts = self.again(|_| ())?;
+        Ok(Self(Arc::new(GpuParts { lacks_clock: true, ..parts })))
     }
 
     /// Returns the same device with kernels for a driver that may choose smaller subgroups than the
@@ -329,9 +317,7 @@ impl Gpu {
     #[doc(hidden)]
     pub fn with_smaller_subgroups(&self) -> Result<Self> {
         let matrices = self.0.matrices.map(Matrices::with_smaller_subgroups);
-        let gpu = Self::assemble(self.shared(), Some(self.0.level), matrices)?;
-        gpu.probe()?;
-        Ok(gpu)
+        Self::probed(self.again(|choices| choices.matrices = matrices)?)
     }
 
     /// True if timestamps read as 0.
@@ -339,23 +325,26 @@ impl Gpu {
         self.0.lacks_clock
     }
 
-    /// Returns what other handles to this device share with it.
-    fn shared(&self) -> SharedParts {
-        let GpuParts { device, queue, lost, submissions, .. } = &*self.0;
-        SharedParts {
-            device: device.clone(),
-            queue: queue.clone(),
-            lost: lost.clone(),
-            submissions: Arc::clone(submissions),
+    /// Returns another handle to the device, with changed choices.
+    fn again(&self, change: impl FnOnce(&mut Choices)) -> Result<GpuParts> {
+        let mut choices = Choices {
+            level: Some(self.0.level),
             register_tile: Some(self.register_tile()),
             query_tile: match self.0.query_tile {
                 TileChoice::Forced(tile) => Some(tile),
                 TileChoice::Default(_) => None,
             },
-            part_work: self.0.chunk_limits.part_work,
-            compilation: self.0.compilation,
-            open: Arc::clone(&self.0.open),
-        }
+            matrices: self.0.matrices,
+        };
+        change(&mut choices);
+        assemble(self.0.opened.clone(), choices)
+    }
+
+    /// Returns the handle if the device computes what the kernels of its level rely on.
+    fn probed(parts: GpuParts) -> Result<Self> {
+        let gpu = Self(Arc::new(parts));
+        gpu.probe()?;
+        Ok(gpu)
     }
 
     /// Uses a caller's device and queue. Replaces the device-lost callback; the error handler is
@@ -367,96 +356,9 @@ impl Gpu {
     /// [`Error::Unsupported`] if it lacks a feature of the level or of every level;
     /// [`Error::Device`].
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
-        let lost = LostReason::default();
-        let given = (device, queue);
-        let open = OpenDevice::new(&given, lost.on_lost());
-        let (device, queue) = given;
-        let submissions = Arc::new(Submissions::new(&device, None)?);
-        let compilation = Compilation { checked: false, translate: None };
-        let shared = SharedParts {
-            device,
-            queue,
-            lost,
-            submissions,
-            register_tile: None,
-            query_tile: None,
-            part_work: None,
-            compilation,
-            open,
-        };
-        let gpu = Self::assemble(shared, level, None)?;
-        gpu.probe()?;
-        Ok(gpu)
-    }
-
-    fn assemble(
-        shared: SharedParts,
-        level: Option<Level>,
-        matrices: Option<Matrices>,
-    ) -> Result<Self> {
-        // `open` first, so that an error drops it last
-        let SharedParts { open, device, queue, lost, submissions, part_work, compilation, .. } =
-            shared;
-        let info = device.adapter_info();
-        let limits = device.limits();
-        let (least, _) = subgroup_sizes(&info);
-        let available = Level::of_device(device.features(), least, matrices);
-        let proven = || {
-            choose(PROOFS, &AdapterKind::of(&info), &available)
-                .map_or(Level::Plain, |proof| proof.level)
-        };
-        let level = level.unwrap_or_else(proven);
-        if !available.contains(&level) {
-            return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
-        }
-        let register_tile = shared.register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
-        check_limits(&limits, register_tile, &info.name)?;
-        let by_default = TileChoice::Default(QueryTileSize::of_adapter(&info, level));
-        let query_tile = shared.query_tile.map_or(by_default, TileChoice::Forced);
-        let descriptor = wgpu::BufferDescriptor {
-            label: Some("nothing"),
-            size: 256,
-            usage: BufferUsages::STORAGE,
-            mapped_at_creation: false,
-        };
-        let (nothing, errors) = with_error_scopes(&device, || device.create_buffer(&descriptor));
-        lost.check()?;
-        errors.into_error().map_or(Ok(()), Err)?;
-        Ok(Self(Arc::new(GpuParts {
-            name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
-            level,
-            matrices,
-            chunk_limits: ChunkLimits {
-                device: info.name,
-                binding_bytes: binding_bytes(&limits),
-                alignment: u64::from(
-                    limits
-                        .min_storage_buffer_offset_alignment
-                        .max(limits.min_uniform_buffer_offset_alignment),
-                )
-                .max(4),
-                loop_steps: (info.device_type == wgpu::DeviceType::Cpu)
-                    .then_some(MAX_SOFTWARE_LOOP_STEPS),
-                part_work,
-                register_tile,
-            },
-            pipelines: Mutex::default(),
-            staging: StagingPools::default(),
-            submissions,
-            compilation: Compilation {
-                checked: compilation.checked || info.backend == wgpu::Backend::Metal,
-                ..compilation
-            },
-            lacks_clock: false,
-            unpacks: OnceLock::new(),
-            lost,
-            nothing,
-            edit: None,
-            query_tile,
-            device,
-            queue,
-            open,
-        })))
+        let opened = Opened::new((device, queue), LostReason::default(), &Options::default())?;
+        let choices = Choices { level, register_tile: None, query_tile: None, matrices: None };
+        Self::probed(assemble(opened, choices)?)
     }
 
     /// Name of adapter and driver.
@@ -488,19 +390,19 @@ impl Gpu {
 
     /// The wgpu device, for sharing.
     pub fn device(&self) -> &wgpu::Device {
-        &self.0.device
+        &self.0.opened.device
     }
 
     /// The wgpu queue, for sharing.
     pub fn queue(&self) -> &wgpu::Queue {
-        &self.0.queue
+        &self.0.opened.queue
     }
 
     /// True once the device is closed while no other thread opens or closes one, false once it is
     /// closed otherwise. Tests read it after they have dropped all handles, tensors and plans.
     #[doc(hidden)]
     pub fn closed_in_turn(&self) -> Arc<OnceLock<bool>> {
-        Arc::clone(self.0.open.closed_in_turn())
+        Arc::clone(self.0.opened.open.closed_in_turn())
     }
 
     /// Cooperative matrices that the level uses for f16 products.
@@ -516,7 +418,7 @@ impl Gpu {
     /// True if buffers of one serve the other: the same device, at any level. wgpu cannot
     /// compare devices, because its ids are unique per instance only.
     pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)
+        Arc::ptr_eq(&self.0.opened.lost.0, &other.0.opened.lost.0)
     }
 
     pub(crate) fn staging(&self) -> &StagingPools {
@@ -534,7 +436,7 @@ impl Gpu {
     }
 
     pub(crate) fn submissions(&self) -> &Submissions {
-        &self.0.submissions
+        &self.0.opened.submissions
     }
 
     pub(crate) fn nothing(&self) -> &wgpu::Buffer {
@@ -543,7 +445,7 @@ impl Gpu {
 
     /// Upper bound of a buffer in bytes, in whole words.
     pub(crate) fn max_buffer_bytes(&self) -> u64 {
-        self.0.device.limits().max_buffer_size / 4 * 4
+        self.0.opened.device.limits().max_buffer_size / 4 * 4
     }
 
     /// Upper bound of a binding in bytes.
@@ -563,7 +465,7 @@ impl Gpu {
 
     /// Arranges workgroups in a 2-D grid within the device's limits; `None` if there are too many.
     pub(crate) fn grid(&self, groups: u32) -> Option<(u32, u32)> {
-        let most = self.0.device.limits().max_compute_workgroups_per_dimension.max(1);
+        let most = self.0.opened.device.limits().max_compute_workgroups_per_dimension.max(1);
         let width = groups.clamp(1, most);
         let height = groups.div_ceil(width);
         (height <= most).then_some((width, height))
@@ -577,21 +479,21 @@ impl Gpu {
 
     /// Returns the reason if the device is lost.
     pub(crate) fn check_lost(&self) -> Result<()> {
-        self.0.lost.check()
+        self.0.opened.lost.check()
     }
 
     /// Marks the device as lost, unless it already is; returns the error.
     pub(crate) fn mark_lost<T>(&self, what: String) -> Result<T> {
-        self.0.lost.set_once(|| what.clone());
+        self.0.opened.lost.set_once(|| what.clone());
         Err(device_error(what))
     }
 
     pub(crate) fn poll(&self, how: PollType) -> Result<()> {
         check_process()?;
-        self.0.lost.check()?;
+        self.0.opened.lost.check()?;
         // wgpu panics if the device is lost during a poll
-        let polled = catch_unwind(AssertUnwindSafe(|| self.0.device.poll(how)));
-        self.0.lost.check()?;
+        let polled = catch_unwind(AssertUnwindSafe(|| self.0.opened.device.poll(how)));
+        self.0.opened.lost.check()?;
         match polled {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(wgpu::PollError::Timeout)) => {
@@ -608,10 +510,10 @@ impl Gpu {
         calls: impl FnOnce(&wgpu::Device, &wgpu::Queue) -> T,
     ) -> Result<T> {
         check_process()?;
-        self.0.lost.check()?;
-        let (result, errors) =
-            with_error_scopes(&self.0.device, || calls(&self.0.device, &self.0.queue));
-        self.0.lost.check()?;
+        self.0.opened.lost.check()?;
+        let Opened { device, queue, .. } = &self.0.opened;
+        let (result, errors) = with_error_scopes(device, || calls(device, queue));
+        self.0.opened.lost.check()?;
         match errors.into_error() {
             None => Ok(result),
             Some(Error::Device { what }) => Err(self.explain(what)),
@@ -625,7 +527,7 @@ impl Gpu {
         let done =
             self.poll(PollType::Wait { submission_index: None, timeout: Some(LOSS_TIMEOUT) });
         match done {
-            Err(lost) if self.0.lost.check().is_err() => lost,
+            Err(lost) if self.0.opened.lost.check().is_err() => lost,
             _ => device_error(what),
         }
     }
@@ -638,7 +540,7 @@ impl Gpu {
         usage: BufferUsages,
     ) -> Result<wgpu::Buffer> {
         let size = bytes.max(4).next_multiple_of(4);
-        let most = self.0.device.limits().max_buffer_size;
+        let most = self.0.opened.device.limits().max_buffer_size;
         if size > most {
             return Err(Error::OutOfMemory { what: label.into(), asked: size, free: Some(most) });
         }
@@ -663,13 +565,71 @@ impl Gpu {
         if let Some(edit) = self.0.edit.as_ref().filter(|edit| edit.kernel == variant.name()) {
             source.wgsl = edit.apply(&source.wgsl)?;
         }
-        let compilation = self.0.compilation;
+        let compilation = self.0.opened.compilation;
         let compiled = Arc::new(
             self.guard(|device, _| compile(device, variant.name(), source, compilation))??,
         );
         *slot = Some(Arc::clone(&compiled));
         Ok(compiled)
     }
+}
+
+/// Creates a handle to an open device.
+fn assemble(opened: Opened, choices: Choices) -> Result<GpuParts> {
+    let Choices { level, register_tile, query_tile, matrices } = choices;
+    let Opened { device, lost, part_work, .. } = &opened;
+    let info = device.adapter_info();
+    let limits = device.limits();
+    let (least, _) = subgroup_sizes(&info);
+    let available = Level::of_device(device.features(), least, matrices);
+    let proven = || {
+        choose(PROOFS, &AdapterKind::of(&info), &available)
+            .map_or(Level::Plain, |proof| proof.level)
+    };
+    let level = level.unwrap_or_else(proven);
+    if !available.contains(&level) {
+        return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
+    }
+    let register_tile = register_tile.unwrap_or_else(|| RegisterTile::of_adapter(&info));
+    check_limits(&limits, register_tile, &info.name)?;
+    let by_default = TileChoice::Default(QueryTileSize::of_adapter(&info, level));
+    let query_tile = query_tile.map_or(by_default, TileChoice::Forced);
+    let descriptor = wgpu::BufferDescriptor {
+        label: Some("nothing"),
+        size: 256,
+        usage: BufferUsages::STORAGE,
+        mapped_at_creation: false,
+    };
+    let (nothing, errors) = with_error_scopes(device, || device.create_buffer(&descriptor));
+    lost.check()?;
+    errors.into_error().map_or(Ok(()), Err)?;
+    Ok(GpuParts {
+        name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
+        level,
+        matrices,
+        chunk_limits: ChunkLimits {
+            device: info.name,
+            binding_bytes: binding_bytes(&limits),
+            alignment: u64::from(
+                limits
+                    .min_storage_buffer_offset_alignment
+                    .max(limits.min_uniform_buffer_offset_alignment),
+            )
+            .max(4),
+            loop_steps: (info.device_type == wgpu::DeviceType::Cpu)
+                .then_some(MAX_SOFTWARE_LOOP_STEPS),
+            part_work: *part_work,
+            register_tile,
+        },
+        pipelines: Mutex::default(),
+        staging: StagingPools::default(),
+        lacks_clock: false,
+        unpacks: OnceLock::new(),
+        nothing,
+        edit: None,
+        query_tile,
+        opened,
+    })
 }
 
 /// Returns an error if the device's limits are too small for the kernels.

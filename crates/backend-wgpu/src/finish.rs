@@ -9,14 +9,13 @@ use std::ops::{ControlFlow, Range};
 use annulus_core::{Gradients, Outputs, Result, Spec, Tick, ViewMut};
 
 use crate::{
-    copy::{Copy, CopySide, ElementStrides, LinearCopy, bind_whole, launch_linear, rounding},
+    copy::{Copy, CopySide, LinearCopy, bind_whole, launch_linear},
     device::Gpu,
     kernels::{BiasAxes, CopyMode, KernelVariant, Storage, params::RowParams},
     launch::{BoundResource, Commands},
     memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
     pass_context::{
-        BackwardBuffers, BackwardContext, ForwardBuffers, ForwardContext, RankKernels, RowTarget,
-        bias_axes,
+        BackwardBuffers, BackwardContext, ForwardBuffers, ForwardContext, RankKernels, bias_axes,
     },
 };
 
@@ -82,20 +81,13 @@ pub(crate) fn write_outputs(
             commands = Commands::new(gpu, arena);
         }
     }
-    let vectors = ElementStrides::dense(rows, dims.q_heads, dims.value_dim);
     let storage = results_storage(spec, tile.storage);
-    let target = RowTarget {
-        into: CopySide { buffer: &outputs.out.buffer, layout: vectors, bytes: storage.bytes() },
-        factors: Some(CopySide {
-            buffer: &softmax_statistics.buffer,
-            layout: ElementStrides::dense(rows, dims.q_heads, 4),
-            bytes: 4,
-        }),
-        batches: dims.batch as u64,
-        mode: rounding(storage, true),
-        factor: 1.0,
-    };
-    acc.copy_to(gpu, &mut commands, &target)?;
+    let (heads, dim) = (dims.q_heads, dims.value_dim);
+    let into = CopySide::dense(&outputs.out.buffer, [rows, heads, dim], storage.bytes());
+    let factors = Some(CopySide::dense(&softmax_statistics.buffer, [rows, heads, 4], 4));
+    let mode = CopyMode::ByRow(storage);
+    let copy = Copy { factors, ..Copy::new(into, [dims.batch, rows, heads, dim], mode) };
+    acc.launch_copy(copy, gpu, &mut commands)?;
     commands.submit().map(drop)
 }
 
@@ -143,42 +135,25 @@ pub(crate) fn write_gradients(
     )?;
     let spec = &shard.spec;
     let dims = shard.spec.dims;
-    let bytes = tile.storage.bytes();
     let queries = shard.queries.len();
     let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
-    let vectors = ElementStrides::dense(queries, dims.q_heads, dims.head_dim);
     let storage = results_storage(spec, tile.storage);
-    let target = RowTarget {
-        into: CopySide { buffer: &into.dq.buffer, layout: vectors, bytes: storage.bytes() },
-        factors: None,
-        batches: dims.batch as u64,
-        mode: rounding(storage, false),
-        factor: spec.scale as f32,
-    };
-    dq.copy_to(gpu, &mut commands, &target)?;
+    let (heads, dim) = (dims.q_heads, dims.head_dim);
+    let dq_into = CopySide::dense(&into.dq.buffer, [queries, heads, dim], storage.bytes());
+    let shape = [dims.batch, queries, heads, dim];
+    let copy = Copy::new(dq_into, shape, CopyMode::Rounded(storage));
+    dq.launch_copy(Copy { factor: spec.scale as f32, ..copy }, gpu, &mut commands)?;
     let record = spec.gradient_row_layout();
+    let heads = dims.kv_heads;
     for (field, tensor, dim) in [(0, &into.dk, dims.head_dim), (1, &into.dv, dims.value_dim)] {
-        let copy = Copy {
-            from: CopySide {
-                buffer: &dkv.buffer,
-                layout: ElementStrides::records(&record, field, 4),
-                bytes: 4,
-            },
-            into: CopySide {
-                buffer: &tensor.buffer,
-                layout: ElementStrides::dense(keys, dims.kv_heads, dim),
-                bytes,
-            },
-            batches: dims.batch as u64,
-            rows: keys as u64,
-            heads: dims.kv_heads as u64,
-            dim: dim as u64,
-            mode: rounding(tile.storage, false),
-            factor: 1.0,
-            factors: None,
-        };
-        copy.launch(gpu, &mut commands)?;
+        let from = CopySide::records(&dkv.buffer, &record, field, 4);
+        let into = CopySide::dense(&tensor.buffer, [keys, heads, dim], tile.storage.bytes());
+        Copy::new(into, [dims.batch, keys, heads, dim], CopyMode::Rounded(tile.storage)).launch(
+            from,
+            gpu,
+            &mut commands,
+        )?;
     }
     if let (Some(shape), Some(sums), Some(dbias)) = (spec.bias, bias, &into.dbias) {
         write_dbias(gpu, &mut commands, shape, queries, sums, dbias)?;

@@ -6,10 +6,9 @@ use crate::{
     finish::write_outputs,
     launch::Commands,
     memory::{GpuBuffer, Queued, WgpuSpace, check_inputs},
-    operands::{Operands, RowsOf, TileKernel, bias, floats, records, tensor},
+    operands::TileKernel,
     pass_context::{ForwardBuffers, ForwardContext, RankKernels},
     records::pack_kv,
-    tiles::TilePass,
 };
 
 /// A forward pass in progress.
@@ -40,34 +39,8 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
 
     fn attend(&mut self, kv: &Block<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
         let ForwardContext { kernels, state, inputs } = &mut self.0;
-        let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
-        let ForwardBuffers { acc, softmax_statistics } = state;
-        let spec = &shard.spec;
-        let rows = shard.queries.len();
-        let record = shard.spec.kv_row_layout();
-        let bytes = tile.storage.bytes();
-        let of_block =
-            |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
-        let pass = TilePass {
-            gpu,
-            spec,
-            tile: *tile,
-            kind: TileKernel::Forward,
-            visibility: shard.visibility(&shard.queries, kv.rows),
-            operands: Operands {
-                q: Some(tensor(inputs.q, RowsOf::Queries)),
-                k: of_block(0),
-                v: of_block(1),
-                statistics: Some(floats(&softmax_statistics.buffer, rows, spec.dims.q_heads, 4)),
-                bias: spec
-                    .bias
-                    .zip(inputs.bias)
-                    .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-                ..Operands::default()
-            },
-            acc: Some(acc),
-        };
-        pass.run(arena, block_mask, tick).map(drop)
+        let operands = kernels.operands(inputs, kv, &state.softmax_statistics);
+        kernels.run(TileKernel::Forward, kv.rows, operands, Some(&state.acc), tick).map(drop)
     }
 
     /// Writes no outputs: `finish` is a kernel of its own.

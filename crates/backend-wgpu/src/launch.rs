@@ -104,6 +104,11 @@ impl ElementRange {
         (count * bytes).next_multiple_of(4) + alignment
     }
 
+    /// True if a binding of the range fits the device, at any alignment.
+    pub(crate) fn fits(self, gpu: &Gpu) -> bool {
+        Self::bound_bytes(self.count, self.bytes, gpu.alignment()) <= gpu.max_binding_bytes()
+    }
+
     /// Returns the binding and the offset of the first element in it, in elements.
     pub(crate) fn bind(self, gpu: &Gpu, buffer: &wgpu::Buffer) -> Result<(BoundResource, u32)> {
         let start = self.first * self.bytes;

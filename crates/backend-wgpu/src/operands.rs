@@ -57,10 +57,9 @@ pub(crate) struct Operands<'a> {
 pub(crate) enum TileKernel {
     Forward,
     Queries,
-    /// `from_records`: the queries are wire records. `add`: accumulate instead of overwrite.
+    /// `from_records`: the queries are wire records, and what they give is added.
     Keys {
         from_records: bool,
-        add: bool,
     },
     Bias(BiasAxes),
 }
@@ -85,7 +84,7 @@ impl TileKernel {
         match self {
             Self::Forward => KernelVariant::Forward(tile),
             Self::Queries => KernelVariant::BackwardQueries(alike),
-            Self::Keys { from_records, .. } => {
+            Self::Keys { from_records } => {
                 KernelVariant::BackwardKeys(alike, from_records && tile.storage != Storage::F32)
             }
             Self::Bias(axes) => {
@@ -119,23 +118,6 @@ pub(crate) fn dims_of_products(kind: TileKernel, spec: &Spec, tile: RegisterTile
     }
 }
 
-/// Offsets of operands within their bindings.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Bases {
-    pub(crate) q: u32,
-    pub(crate) k: u32,
-    pub(crate) v: u32,
-    pub(crate) dout: u32,
-    pub(crate) statistics: u32,
-    pub(crate) acc: u32,
-    pub(crate) dv: u32,
-    pub(crate) bias: u32,
-    pub(crate) dbias: u32,
-}
-
-/// Operands that share one binding, and the offsets to set for each.
-pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
-
 impl Operand<'_> {
     /// True if all vectors begin at multiples of 4 elements and consist of whole fours.
     const fn is_aligned(&self) -> bool {
@@ -154,47 +136,30 @@ impl<'a> Operands<'a> {
             && vectors.into_iter().flatten().all(|operand| operand.is_aligned())
     }
 
-    /// Returns the bindings after the block mask, in order; an empty one is unused.
-    pub(crate) fn groups(&self, kind: TileKernel) -> Vec<BindingGroup<'a>> {
-        fn one<'a>(
-            operand: &Option<Operand<'a>>,
-            base: fn(&mut Bases) -> &mut u32,
-        ) -> BindingGroup<'a> {
-            operand.map_or_else(|| (Vec::new(), Vec::new()), |operand| (vec![operand], vec![base]))
-        }
-        fn pair<'a>(mut first: BindingGroup<'a>, second: BindingGroup<'a>) -> BindingGroup<'a> {
-            first.0.extend(second.0);
-            first.1.extend(second.1);
-            first
-        }
-        let q = one(&self.q, |bases| &mut bases.q);
-        let k = one(&self.k, |bases| &mut bases.k);
-        let v = one(&self.v, |bases| &mut bases.v);
-        let bias = one(&self.bias, |bases| &mut bases.bias);
-        let acc = one(&self.acc, |bases| &mut bases.acc);
-        let statistics = one(&self.statistics, |bases| &mut bases.statistics);
-        let dout = one(&self.dout, |bases| &mut bases.dout);
-        match kind {
-            TileKernel::Forward => vec![q, pair(k, v), bias, acc, statistics],
-            TileKernel::Queries => vec![q, pair(k, v), bias, acc, statistics, dout],
+    /// Returns the operands of each binding after the block mask, in order; an empty one is unused.
+    pub(crate) fn groups(&mut self, kind: TileKernel) -> Vec<Vec<&mut Operand<'a>>> {
+        let Self { q, k, v, dout, statistics, acc, dv, bias, dbias } = self;
+        let groups = match kind {
+            TileKernel::Forward => {
+                vec![vec![q], vec![k, v], vec![bias], vec![acc], vec![statistics]]
+            }
+            TileKernel::Queries => {
+                vec![vec![q], vec![k, v], vec![bias], vec![acc], vec![statistics], vec![dout]]
+            }
             TileKernel::Keys { .. } => vec![
-                q,
-                k,
-                v,
-                bias,
-                pair(acc, one(&self.dv, |bases| &mut bases.dv)),
-                statistics,
-                dout,
+                vec![q],
+                vec![k],
+                vec![v],
+                vec![bias],
+                vec![acc, dv],
+                vec![statistics],
+                vec![dout],
             ],
-            TileKernel::Bias(_) => vec![
-                q,
-                pair(k, v),
-                bias,
-                one(&self.dbias, |bases| &mut bases.dbias),
-                statistics,
-                dout,
-            ],
-        }
+            TileKernel::Bias(_) => {
+                vec![vec![q], vec![k, v], vec![bias], vec![dbias], vec![statistics], vec![dout]]
+            }
+        };
+        groups.into_iter().map(|group| group.into_iter().flatten().collect()).collect()
     }
 }
 

@@ -98,7 +98,7 @@ mod tests {
     const KERNELS: [TileKernel; 5] = [
         TileKernel::Forward,
         TileKernel::Queries,
-        TileKernel::Keys { from_records: false, add: false },
+        TileKernel::Keys { from_records: false },
         TileKernel::Bias(BiasAxes::Pairs),
         TileKernel::Bias(BiasAxes::Keys),
     ];

@@ -4,16 +4,16 @@
 //! caps a buffer at 2 GiB − 1 byte on most devices, and f32 accumulators of 16-bit inputs are twice
 //! as long as the inputs.
 
-use annulus_core::{BackwardInputs, Error, Inputs, RankShard, Result, View};
+use annulus_core::{BackwardInputs, Block, Error, Inputs, RankShard, Result, View};
 
 use crate::{
     block_mask::ChunkMask,
-    copy::{self, CopySide, ElementStrides},
+    copy::{Copy, CopySide, ElementStrides},
     device::Gpu,
-    kernels::{BiasAxes, CopyMode, TILE, TileVariant},
+    kernels::{BiasAxes, TILE, TileVariant},
     launch::{Arena, Commands},
-    memory::{GpuBuffer, WgpuSpace},
-    operands::{Operand, RowsOf},
+    memory::{GpuBuffer, Tensor, WgpuSpace},
+    operands::{self, Operand, Operands, RowsOf, floats, records, tensor},
 };
 
 /// Device, shard and kernel variant of one rank, and memory for the parameters of launches: common
@@ -25,6 +25,36 @@ pub(crate) struct RankKernels {
     pub(crate) arena: Arena,
     pub(crate) block_mask: ChunkMask,
     pub(crate) gpu: Gpu,
+}
+
+impl RankKernels {
+    /// Operands of the local queries and a block of keys and values.
+    pub(crate) fn operands<'a>(
+        &self,
+        inputs: &Inputs<&'a Tensor>,
+        kv: &Block<'a, WgpuSpace>,
+        statistics: &'a GpuBuffer,
+    ) -> Operands<'a> {
+        let spec = &self.shard.spec;
+        let rows = self.shard.queries.len();
+        let (record, bytes) = (spec.kv_row_layout(), self.tile.storage.bytes());
+        let of_block =
+            |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
+        Operands {
+            q: Some(tensor(inputs.q, RowsOf::Queries)),
+            k: of_block(0),
+            v: of_block(1),
+            statistics: Some(floats(&statistics.buffer, rows, spec.dims.q_heads, 4)),
+            bias: self.bias(inputs, rows),
+            ..Operands::default()
+        }
+    }
+
+    /// Operand for the bias of `rows` queries.
+    pub(crate) fn bias<'a>(&self, inputs: &Inputs<&'a Tensor>, rows: usize) -> Option<Operand<'a>> {
+        let bias = self.shard.spec.bias.zip(inputs.bias);
+        bias.map(|(shape, tensor)| operands::bias(Some(&tensor.buffer), shape, rows))
+    }
 }
 
 /// State of a forward pass.
@@ -94,17 +124,6 @@ pub(crate) struct RowBuffers {
     buffers: Vec<GpuBuffer>,
 }
 
-/// Target of a copy of all vectors, as in [`copy::Copy`].
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RowTarget<'a> {
-    /// Layouts of all rows.
-    pub(crate) into: CopySide<'a>,
-    pub(crate) factors: Option<CopySide<'a>>,
-    pub(crate) batches: u64,
-    pub(crate) mode: CopyMode,
-    pub(crate) factor: f32,
-}
-
 impl RowBuffers {
     pub(crate) fn bytes(&self) -> u64 {
         self.buffers.iter().map(GpuBuffer::size).sum()
@@ -165,31 +184,17 @@ impl RowBuffers {
     }
 
     /// Records a copy of all vectors.
-    pub(crate) fn copy_to(
+    pub(crate) fn launch_copy(
         &self,
+        copy: Copy<'_>,
         gpu: &Gpu,
         commands: &mut Commands<'_>,
-        target: &RowTarget<'_>,
     ) -> Result<()> {
         for (number, buffer) in self.buffers.iter().enumerate() {
             let first = number * self.rows_each;
-            let after = |side: CopySide<'_>| {
-                let base = side.layout.base + first as u64 * side.layout.row;
-                ElementStrides { base, ..side.layout }
-            };
-            let RowTarget { into, factors, batches, mode, factor } = *target;
-            copy::Copy {
-                from: CopySide { buffer: &buffer.buffer, layout: self.layout(first), bytes: 4 },
-                into: CopySide { layout: after(into), ..into },
-                batches,
-                rows: self.rows_each.min(self.rows - first) as u64,
-                heads: self.heads as u64,
-                dim: self.dim as u64,
-                mode,
-                factor,
-                factors: factors.map(|side| CopySide { layout: after(side), ..side }),
-            }
-            .launch(gpu, commands)?;
+            let rows = self.rows_each.min(self.rows - first);
+            let from = CopySide { buffer: &buffer.buffer, layout: self.layout(first), bytes: 4 };
+            copy.of_rows(first, rows).launch(from, gpu, commands)?;
         }
         Ok(())
     }

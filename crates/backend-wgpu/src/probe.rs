@@ -11,6 +11,7 @@
 //!   (benches/record/wgpu.md). Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
+use bytemuck::Pod;
 
 use crate::{
     Gpu,
@@ -70,16 +71,27 @@ impl Gpu {
 
     /// Runs one workgroup of a probe that writes `count` numbers.
     fn results(&self, variant: KernelVariant, count: usize, step: u32) -> Result<Vec<u32>> {
+        self.run_probe(variant, 1, count, StepParams { step })
+    }
+
+    /// Runs a probe of which all workgroups together write `count` numbers.
+    fn run_probe<T: Pod>(
+        &self,
+        variant: KernelVariant,
+        groups: usize,
+        count: usize,
+        params: impl Pod,
+    ) -> Result<Vec<T>> {
         let mut arena = Arena::default();
-        let bytes = 4 * count as u64;
+        let bytes = (size_of::<T>() * count) as u64;
         let result = self.create_buffer("probe", bytes, USAGE)?;
         let mut commands = Commands::new(self, &mut arena);
         let bindings = vec![BoundResource::whole(&result)];
-        commands.launch(variant, 1, bindings, |_| StepParams { step })?;
+        commands.launch(variant, groups as u64, bindings, |_| params)?;
         commands.submit()?;
         let mut all = Vec::with_capacity(count);
         self.read(&result, bytes, |bytes| {
-            all.extend(bytemuck::pod_collect_to_vec::<u8, u32>(bytes));
+            all.extend(bytemuck::pod_collect_to_vec::<u8, T>(bytes));
             Ok(())
         })?;
         Ok(all)
@@ -88,23 +100,11 @@ impl Gpu {
     /// Computes products as the kernels do; `spoil` changes the results, for tests.
     fn probe_as(&self, matrices: Matrices, spoil: impl FnOnce(&mut [f32])) -> Result<()> {
         let (groups, rounds) = probe_size(self.is_software());
-        let mut arena = Arena::default();
-        let bytes = 4 * (PROBE_PRODUCT + PROBE_COUNTS * groups) as u64;
-        let result = self.create_buffer("probe", bytes, USAGE)?;
-        let mut commands = Commands::new(self, &mut arena);
         let [left_step, right_step] = STEPS;
-        commands.launch(
-            KernelVariant::MatrixProbe(matrices),
-            groups as u64,
-            vec![BoundResource::whole(&result)],
-            |_| ProbeParams { left_step, right_step, rounds },
-        )?;
-        commands.submit()?;
-        let mut results = Vec::new();
-        self.read(&result, bytes, |bytes| {
-            results.extend(bytemuck::pod_collect_to_vec::<u8, f32>(bytes));
-            Ok(())
-        })?;
+        let params = ProbeParams { left_step, right_step, rounds };
+        let count = PROBE_PRODUCT + PROBE_COUNTS * groups;
+        let variant = KernelVariant::MatrixProbe(matrices);
+        let mut results = self.run_probe(variant, groups, count, params)?;
         spoil(&mut results);
         judge(&results, matrices, self.name())
     }

@@ -3,7 +3,7 @@
 use annulus_core::{Inputs, RangePairs, Reduction, Result, RowLayout, Spec, View, index};
 
 use crate::{
-    copy::{Copy, CopySide, ElementStrides, LinearCopy, launch_linear},
+    copy::{Copy, CopySide, LinearCopy, launch_linear},
     device::Gpu,
     kernels::CopyMode,
     launch::Commands,
@@ -20,28 +20,12 @@ fn launch_field(
     field: usize,
     into: &GpuBuffer,
 ) -> Result<()> {
-    let [batch, rows, heads, dim] = tensor.shape;
+    let [_, rows, heads, dim] = tensor.shape;
     let bytes = tensor.dtype.bytes() as u64;
-    let copy = Copy {
-        from: CopySide {
-            buffer: &tensor.buffer,
-            layout: ElementStrides::dense(rows, heads, dim),
-            bytes,
-        },
-        into: CopySide {
-            buffer: &into.buffer,
-            layout: ElementStrides::records(record, field, bytes),
-            bytes,
-        },
-        batches: batch as u64,
-        rows: rows as u64,
-        heads: heads as u64,
-        dim: dim as u64,
-        mode: CopyMode::Raw { half: bytes == 2 },
-        factor: 1.0,
-        factors: None,
-    };
-    copy.launch(gpu, commands)
+    let from = CopySide::dense(&tensor.buffer, [rows, heads, dim], bytes);
+    let into = CopySide::records(&into.buffer, record, field, bytes);
+    let mode = CopyMode::Raw { half: bytes == 2 };
+    Copy::new(into, tensor.shape, mode).launch(from, gpu, commands)
 }
 
 /// Writes K and V as records of [`Spec::kv_row_layout`].
@@ -71,26 +55,11 @@ pub(crate) fn pack_queries(pass: &mut BackwardContext<'_>, into: &GpuBuffer) -> 
     launch_field(gpu, &mut commands, inputs.dout, &record, 1, into)?;
     // in records of 2-byte elements an f32 may straddle two words: copied by halves
     let numbers = Spec::ROW_STATISTICS * index(4 / bytes);
-    let copy = Copy {
-        from: CopySide {
-            buffer: &state.statistics.buffer,
-            layout: ElementStrides::dense(rows, dims.q_heads, numbers),
-            bytes,
-        },
-        into: CopySide {
-            buffer: &into.buffer,
-            layout: ElementStrides::records(&record, 2, bytes),
-            bytes,
-        },
-        batches: dims.batch as u64,
-        rows: rows as u64,
-        heads: dims.q_heads as u64,
-        dim: numbers as u64,
-        mode: CopyMode::Raw { half: bytes == 2 },
-        factor: 1.0,
-        factors: None,
-    };
-    copy.launch(gpu, &mut commands)?;
+    let from = CopySide::dense(&state.statistics.buffer, [rows, dims.q_heads, numbers], bytes);
+    let into = CopySide::records(&into.buffer, &record, 2, bytes);
+    let mode = CopyMode::Raw { half: bytes == 2 };
+    let shape = [dims.batch, rows, dims.q_heads, numbers];
+    Copy::new(into, shape, mode).launch(from, gpu, &mut commands)?;
     commands.submit()?;
     Ok(Queued)
 }

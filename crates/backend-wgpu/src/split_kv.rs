@@ -17,7 +17,10 @@ use crate::{
     block_mask::WorkChunk,
     copy::ElementStrides,
     device::Gpu,
-    kernels::{KernelVariant, MAX_RANGES, params::MergeParams},
+    kernels::{
+        KernelVariant, MAX_RANGES,
+        params::{MergeParams, Strided},
+    },
     launch::{Arena, BoundResource, Commands},
 };
 
@@ -58,31 +61,12 @@ impl RangeShape {
     }
 }
 
-/// Batch rows and heads of a chunk, each as (first, count).
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ChunkPlanes {
-    batches: (usize, usize),
-    heads: (usize, usize),
-}
-
-impl ChunkPlanes {
-    pub(crate) const fn of(chunk: &WorkChunk) -> Self {
-        Self { batches: chunk.batches, heads: chunk.heads }
-    }
-
-    /// Returns the first element of these planes.
-    pub(crate) const fn first_element(self, layout: ElementStrides) -> u32 {
-        (self.batches.0 as u64 * layout.batch + self.heads.0 as u64 * layout.head) as u32
-    }
-}
-
 /// Binding and layout of a state that partial results are merged into.
 #[derive(Debug)]
 pub(crate) struct MergeTarget {
     pub(crate) bound: BoundResource,
-    /// Offset of the first element of the chunk in the binding.
-    pub(crate) base: u32,
-    pub(crate) layout: ElementStrides,
+    /// The chunk's elements in the binding.
+    pub(crate) at: Strided,
 }
 
 /// Partial results of all ranges of a launch.
@@ -112,10 +96,14 @@ impl RangeResults {
         [shape.dim, 4].map(|dim| 4 * (ranges * shape.rows() * dim) as u64)
     }
 
-    /// Layouts of one range's accumulators and statistics.
-    pub(crate) fn layouts(&self) -> [ElementStrides; 2] {
+    /// Layouts of one range's accumulators and statistics, from the chunk's first element on.
+    pub(crate) fn layouts(&self, chunk: &WorkChunk) -> [ElementStrides; 2] {
         let RangeShape { queries, heads, dim, .. } = self.shape;
-        [dim, 4].map(|dim| ElementStrides::dense(queries, heads, dim))
+        [dim, 4].map(|dim| {
+            let whole = ElementStrides::dense(queries, heads, dim);
+            let (batch, head) = (chunk.batches.0 as u64, chunk.heads.0 as u64);
+            ElementStrides { base: batch * whole.batch + head * whole.head, ..whole }
+        })
     }
 
     /// Elements of accumulators, and of statistics, from one range to the next.
@@ -135,46 +123,35 @@ impl RangeResults {
         commands.clear(&self.statistics);
     }
 
-    /// Records the merge of all ranges into the accumulators and statistics of the planes.
+    /// Records the merge of all ranges into the accumulators and statistics of the chunk.
     pub(crate) fn merge(
         &self,
         commands: &mut Commands<'_>,
-        planes: ChunkPlanes,
+        chunk: &WorkChunk,
         state: &[MergeTarget],
     ) -> Result<()> {
         let [acc, statistics] = state else {
             return Err(Error::internal("partial results without a state"));
         };
-        let [range_acc, range_statistics] = self.layouts();
+        let [range_acc, range_statistics] =
+            self.layouts(chunk).map(|layout| layout.at(layout.base as u32));
         let [acc_range, statistics_range] = self.strides();
         let [of_acc, of_statistics] = self.resources();
-        let count = planes.batches.1 * self.shape.queries * planes.heads.1;
+        let count = chunk.batches.1 * self.shape.queries * chunk.heads.1;
         let bindings = vec![of_statistics, of_acc, statistics.bound.clone(), acc.bound.clone()];
         commands.launch(KernelVariant::MergeRanges, count as u64, bindings, |grid_width| {
             MergeParams {
                 count: count as u32,
                 grid_width,
                 rows: self.shape.queries as u32,
-                heads: planes.heads.1 as u32,
+                heads: chunk.heads.1 as u32,
                 ranges: self.ranges as u32,
                 dim: self.shape.dim as u32,
-                statistics_base: statistics.base,
-                statistics_row: statistics.layout.row as u32,
-                statistics_batch: statistics.layout.batch as u32,
-                statistics_head: statistics.layout.head as u32,
-                acc_base: acc.base,
-                acc_row: acc.layout.row as u32,
-                acc_batch: acc.layout.batch as u32,
-                acc_head: acc.layout.head as u32,
-                range_statistics_base: planes.first_element(range_statistics),
-                range_statistics_row: range_statistics.row as u32,
-                range_statistics_batch: range_statistics.batch as u32,
-                range_statistics_head: range_statistics.head as u32,
+                statistics: statistics.at,
+                acc: acc.at,
+                range_statistics,
                 statistics_range,
-                range_acc_base: planes.first_element(range_acc),
-                range_acc_row: range_acc.row as u32,
-                range_acc_batch: range_acc.batch as u32,
-                range_acc_head: range_acc.head as u32,
+                range_acc,
                 acc_range,
             }
         })

@@ -3,7 +3,9 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{BiasOrder, DType, DropoutMask, GqaPacking, Result, Spec, Tick, Visibility};
+use annulus_core::{
+    BiasOrder, DType, DropoutMask, GqaPacking, Result, Rows, Spec, Tick, Visibility,
+};
 
 use crate::{
     QueryTileSize,
@@ -12,30 +14,60 @@ use crate::{
     chunks::{ProblemSize, element_span, first_element, most_list_words},
     copy::ElementStrides,
     device::Gpu,
-    kernels::{TILE, TallTile, TileVariant, params::TileParams},
+    kernels::{
+        TILE, TallTile, TileVariant,
+        params::{Strided, TileParams},
+    },
     launch::{Arena, BoundResource, Commands, ElementRange},
-    operands::{Bases, Operand, Operands, TileKernel},
+    operands::{Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
-    pass_context::RowBuffers,
-    split_kv::{ChunkPlanes, MergeTarget, RangeResults, RangeShape},
+    pass_context::{RankKernels, RowBuffers},
+    split_kv::{MergeTarget, RangeResults, RangeShape},
 };
 
 /// One pass of a tile kernel over all visible pairs.
-pub(crate) struct TilePass<'a> {
-    pub(crate) gpu: &'a Gpu,
-    pub(crate) spec: &'a Spec,
-    pub(crate) tile: TileVariant,
-    pub(crate) kind: TileKernel,
-    pub(crate) visibility: Visibility<'a>,
-    pub(crate) operands: Operands<'a>,
+struct TilePass<'a> {
+    gpu: &'a Gpu,
+    spec: &'a Spec,
+    tile: TileVariant,
+    kind: TileKernel,
+    visibility: Visibility<'a>,
+    operands: Operands<'a>,
     /// Accumulator of queries, instead of the operand.
-    pub(crate) acc: Option<&'a RowBuffers>,
+    acc: Option<&'a RowBuffers>,
+}
+
+impl RankKernels {
+    /// Queues a kernel for all visible pairs of the local rows and those of a block: of queries if
+    /// the kernel reads queries from records, else of keys. Returns `Break` if the tick did.
+    pub(crate) fn run(
+        &mut self,
+        kind: TileKernel,
+        block_rows: &Rows,
+        operands: Operands<'_>,
+        acc: Option<&RowBuffers>,
+        tick: Tick<'_>,
+    ) -> Result<ControlFlow<()>> {
+        let Self { gpu, shard, tile, arena, block_mask } = self;
+        let spec = &*shard.spec;
+        let visibility = match kind {
+            TileKernel::Keys { from_records: true } => Visibility {
+                mask: spec.mask.as_ref(),
+                attention_mask: None,
+                queries: block_rows,
+                keys: &shard.keys,
+            },
+            _ => shard.visibility(&shard.queries, block_rows),
+        };
+        let pass = TilePass { gpu, spec, tile: *tile, kind, visibility, operands, acc };
+        pass.run(arena, block_mask, tick)
+    }
 }
 
 impl TilePass<'_> {
     /// Queues the kernel for all visible tiles, in parts of bounded work, of which few are in the
     /// queue at once. Returns `Break` if the tick did.
-    pub(crate) fn run(
+    fn run(
         &self,
         arena: &mut Arena,
         block_mask: &mut ChunkMask,
@@ -53,7 +85,7 @@ impl TilePass<'_> {
         let operands = self.operands_at(0);
         let chunks = operands.cut(self.gpu.chunk_limits(), self.spec, self.kind, size)?;
         // dK and dV of keys that no query attends to are written, too
-        let writes_anyway = matches!(self.kind, TileKernel::Keys { add: false, .. });
+        let writes_anyway = matches!(self.kind, TileKernel::Keys { from_records: false });
         if chunks.is_empty() && writes_anyway && keys > 0 {
             self.write_zeros(arena)?;
         }
@@ -72,7 +104,7 @@ impl TilePass<'_> {
                 continue;
             }
             let add = match self.kind {
-                TileKernel::Keys { add, .. } => add || !self.begins_key_heads(&chunk),
+                TileKernel::Keys { from_records } => from_records || !self.begins_key_heads(&chunk),
                 _ => false,
             };
             let work = ChunkWork { block_mask, chunk: &chunk, packing, form };
@@ -224,13 +256,13 @@ impl TilePass<'_> {
             };
             let resources = bindings.resources.clone();
             commands.launch(variant, (end - first) as u64, resources, |grid_width| {
-                self.params(work, &bindings.bases, &shape, grid_width)
+                self.params(work, &bindings.operands, &shape, grid_width)
             })?;
             first = end;
             if let Some((partial, bound)) = partial.as_ref().zip(bound.as_ref())
                 && first == workgroups.count()
             {
-                partial.merge(&mut commands, ChunkPlanes::of(chunk), &bound.state)?;
+                partial.merge(&mut commands, chunk, &bound.state)?;
             }
             if let Some(receipt) = commands.submit()? {
                 self.gpu.submissions().add_part(receipt, variant, flops);
@@ -246,43 +278,35 @@ impl TilePass<'_> {
         commands: &mut Commands<'_>,
         work: &ChunkWork<'_>,
         partial: Option<&RangeResults>,
-    ) -> Result<Bound> {
+    ) -> Result<Bound<'_>> {
         let ChunkWork { block_mask, chunk, .. } = work;
-        let mut bases = Bases::default();
         let mut resources = vec![commands.lists(&block_mask.words)?];
-        let operands = self.operands_at(chunk.queries.0);
-        for (operands, offsets) in operands.groups(self.kind) {
-            let Some((first, buffer)) =
-                operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer)))
-            else {
+        let mut operands = self.operands_at(chunk.queries.0);
+        for group in operands.groups(self.kind) {
+            let first = group.first().and_then(|first| Some((first.buffer?, first.bytes)));
+            let Some((buffer, bytes)) = first else {
                 resources.push(BoundResource::Unused);
                 continue;
             };
-            let (start, end) = element_span(&operands, chunk, self.spec);
-            let (bound, base) =
-                ElementRange { first: start, count: end - start, bytes: first.bytes }
-                    .bind(self.gpu, buffer)?;
+            let (start, end) = element_span(&group, chunk, self.spec);
+            let range = ElementRange { first: start, count: end - start, bytes };
+            let (bound, base) = range.bind(self.gpu, buffer)?;
             resources.push(bound);
-            for (operand, offset) in operands.iter().zip(offsets) {
-                *offset(&mut bases) = base + (first_element(operand, chunk) - start) as u32;
+            for operand in group {
+                operand.layout.base = u64::from(base) + first_element(operand, chunk) - start;
             }
         }
         let mut state = Vec::new();
         if let Some(partial) = partial {
-            let planes = ChunkPlanes::of(chunk);
             let at = resources.len() - 2;
             let real = resources.splice(at.., partial.resources());
-            let layouts = [&operands.acc, &operands.statistics].map(layout_of);
-            let own = [bases.acc, bases.statistics];
-            state = real
-                .zip(layouts)
-                .zip(own)
-                .map(|((bound, layout), base)| MergeTarget { bound, base, layout })
-                .collect();
-            [bases.acc, bases.statistics] =
-                partial.layouts().map(|layout| planes.first_element(layout));
+            let own = [&mut operands.acc, &mut operands.statistics];
+            for ((bound, own), layout) in real.zip(own).zip(partial.layouts(chunk)) {
+                state.push(MergeTarget { bound, at: strided(own) });
+                own.iter_mut().for_each(|operand| operand.layout = layout);
+            }
         }
-        Ok(Bound { resources, bases, state })
+        Ok(Bound { resources, operands, state })
     }
 
     /// Returns the workgroups of a chunk.
@@ -315,32 +339,15 @@ impl TilePass<'_> {
     fn params(
         &self,
         work: &ChunkWork<'_>,
-        bases: &Bases,
+        operands: &Operands<'_>,
         shape: &GridShape<'_>,
         grid_width: u32,
     ) -> TileParams {
         let &ChunkWork { block_mask, chunk, packing, .. } = work;
         let spec = self.spec;
         let dims = &self.spec.dims;
-        let operands = self.operands_at(chunk.queries.0);
-        let [q, k, v, dout, mut statistics, mut acc, dv, bias, dbias] = [
-            &operands.q,
-            &operands.k,
-            &operands.v,
-            &operands.dout,
-            &operands.statistics,
-            &operands.acc,
-            &operands.dv,
-            &operands.bias,
-            &operands.dbias,
-        ]
-        .map(layout_of);
-        let mut range_strides = [0; 2];
-        if let Some(partial) = shape.partial {
-            [acc, statistics] = partial.layouts();
-            range_strides = partial.strides();
-        }
-        let [acc_range, statistics_range] = range_strides;
+        let dv = strided(&operands.dv);
+        let [acc_range, statistics_range] = shape.partial.map_or([0; 2], RangeResults::strides);
         let dropout = spec.dropout.map(DropoutMask::new);
         let (dropout_head_first, dropout_q_heads) = spec.whole_head(chunk.heads.0);
         TileParams {
@@ -373,45 +380,21 @@ impl TilePass<'_> {
             function_at: block_mask.function_at,
             plane_batch: block_mask.plane_batch,
             plane_head: block_mask.plane_head,
-            q_base: bases.q,
-            q_row: q.row as u32,
-            q_batch: q.batch as u32,
-            q_head: q.head as u32,
-            k_base: bases.k,
-            k_row: k.row as u32,
-            k_batch: k.batch as u32,
-            k_head: k.head as u32,
-            v_base: bases.v,
-            v_row: v.row as u32,
-            v_batch: v.batch as u32,
-            v_head: v.head as u32,
-            dout_base: bases.dout,
-            dout_row: dout.row as u32,
-            dout_batch: dout.batch as u32,
-            dout_head: dout.head as u32,
-            statistics_base: bases.statistics,
-            statistics_row: statistics.row as u32,
-            statistics_batch: statistics.batch as u32,
-            statistics_head: statistics.head as u32,
+            q: strided(&operands.q),
+            k: strided(&operands.k),
+            v: strided(&operands.v),
+            dout: strided(&operands.dout),
+            statistics: strided(&operands.statistics),
             statistics_range,
-            acc_base: bases.acc,
-            acc_row: acc.row as u32,
-            acc_batch: acc.batch as u32,
-            acc_head: acc.head as u32,
+            acc: strided(&operands.acc),
             acc_range,
-            dv_base: bases.dv,
-            dv_batch: dv.batch as u32,
-            dv_head: dv.head as u32,
-            bias_base: bases.bias,
-            bias_row: bias.row as u32,
-            bias_batch: bias.batch as u32,
-            bias_head: bias.head as u32,
+            dv_base: dv.base,
+            dv_batch: dv.batch,
+            dv_head: dv.head,
+            bias: strided(&operands.bias),
             bias_keys: spec.bias.map_or(1, |shape| shape[3]) as u32,
             bias_heads: shape.workgroups.heads as u32,
-            dbias_base: bases.dbias,
-            dbias_row: dbias.row as u32,
-            dbias_batch: dbias.batch as u32,
-            dbias_head: dbias.head as u32,
+            dbias: strided(&operands.dbias),
             has_bias: u32::from(spec.bias.is_some()),
             // without a soft cap both orders are the same
             bias_first: u32::from(
@@ -442,10 +425,10 @@ struct ChunkWork<'a> {
     form: ListForm,
 }
 
-/// Resources of a chunk's kernel, and the offsets of its operands in them.
-struct Bound {
+/// Resources of a chunk's kernel, and its operands, whose layouts begin in them.
+struct Bound<'a> {
     resources: Vec<BoundResource>,
-    bases: Bases,
+    operands: Operands<'a>,
     /// Accumulators and statistics that partial results are merged into, if there are any.
     state: Vec<MergeTarget>,
 }
@@ -459,6 +442,8 @@ struct GridShape<'a> {
     partial: Option<&'a RangeResults>,
 }
 
-fn layout_of(operand: &Option<Operand<'_>>) -> ElementStrides {
-    operand.map_or_else(ElementStrides::default, |operand| operand.layout)
+/// Layout of a bound operand.
+fn strided(operand: &Option<Operand<'_>>) -> Strided {
+    let layout = operand.map_or_else(ElementStrides::default, |operand| operand.layout);
+    layout.at(layout.base as u32)
 }

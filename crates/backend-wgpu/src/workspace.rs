@@ -185,12 +185,8 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
         operands.cut(gpu.chunk_limits(), spec, TileKernel::Queries, size)?;
         let operands =
             Operands { acc: keys(&gradient, 0, 4), dv: keys(&gradient, 1, 4), ..operands };
-        operands.cut(
-            gpu.chunk_limits(),
-            spec,
-            TileKernel::Keys { from_records: false, add: false },
-            size,
-        )?;
+        let kind = TileKernel::Keys { from_records: false };
+        operands.cut(gpu.chunk_limits(), spec, kind, size)?;
     }
     Ok(())
 }

@@ -1,8 +1,6 @@
 //! Generated parts of the backward kernels: the backward step of a register tile, from scores and
 //! products to score gradients and probabilities.
 
-use std::fmt::Write;
-
 use super::{
     Epilogue, Orientation, TileVariant,
     dropout::{column_queries, kept_rows, row_queries},
@@ -118,8 +116,7 @@ pub(super) fn score_gradients(
         text.push_str("if (is_partial) {\n");
         text.push_str(&words);
         for r in 0..tile.rows() {
-            let _infallible = write!(
-                text,
+            text += &format!(
                 "{{
     let visible = {};
     {}
@@ -133,8 +130,7 @@ pub(super) fn score_gradients(
         }
         text.push_str("} else {\n");
         for r in 0..tile.rows() {
-            let _infallible = write!(
-                text,
+            text += &format!(
                 "{{
     {}
     {}
@@ -219,8 +215,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
         String::new()
     };
     let [max, inverse_sum, delta, share] = ELEMENTS.map(|element| of_stats(0, element));
-    let _infallible = write!(
-        text,
+    text += &format!(
         "{words}{rows}{late}    let visible = e.visible & is_not_positive_infinity({max});
     let hidden = bits & !visible;
     let ds_dx = e.ds_dx;
@@ -234,7 +229,7 @@ for (var r = 0u; r < {{{{TILE_ROWS}}}}u; r++) {{
 ",
         then.general,
         rotate("s"),
-        rotate("d"),
+        rotate("d")
     );
     text + &each_of(
         queries,

@@ -11,13 +11,11 @@
 //! of a tile is multiplied by the power of 2 that brings its largest one to 2^14 … 2^15. None
 //! overflows, and those down to 2^-28 of the largest are normal numbers.
 
-use std::fmt::Write;
-
 use super::{
     Access, Source, TILE, TallTile, TileVariant,
     params::ProbeParams,
     template::Template,
-    vectors::{HALF_STEP, LOADED_ROW, PRODUCT_STEP, ROW_STEP, Vectors},
+    vectors::{HALF_STEP, LOADED_ROW, PRODUCT_STEP, ROW_STEP, Vectors, stage_rows},
 };
 use crate::level::Matrices;
 
@@ -292,7 +290,7 @@ impl Owned {
             for i in 0..self.rows {
                 let row = format!("(matrix_row + {}u)", self.row_step * i);
                 let load = self.load_left(&row, &format!("{k}u"));
-                let _infallible = writeln!(text, "let q_{i}_{n} = {load};");
+                text += &format!("let q_{i}_{n} = {load};\n");
             }
         }
         text
@@ -308,7 +306,7 @@ impl Owned {
             for j in 0..self.columns {
                 let column = format!("(matrix_column + {}u)", self.column_step * j);
                 let load = self.load_right(right, &column, &format!("{k}u"));
-                let _infallible = writeln!(text, "        let b_{j} = {load};");
+                text += &format!("        let b_{j} = {load};\n");
             }
             text += &self.each(&format!(
                 "        c_{{i}}_{{j}} = coopMultiplyAdd(q_{{i}}_{n}, b_{{j}}, c_{{i}}_{{j}});\n"
@@ -324,12 +322,12 @@ impl Owned {
         let mut text = format!("    for (var k = 0u; k < {end}u; k = k + {}u) {{\n", size / 4);
         for i in 0..self.rows {
             let load = self.load_left(&format!("(matrix_row + {}u)", self.row_step * i), "k");
-            let _infallible = writeln!(text, "        let a_{i} = {load};");
+            text += &format!("        let a_{i} = {load};\n");
         }
         for j in 0..self.columns {
             let column = format!("(matrix_column + {}u)", self.column_step * j);
             let load = self.load_right(right, &column, "k");
-            let _infallible = writeln!(text, "        let b_{j} = {load};");
+            text += &format!("        let b_{j} = {load};\n");
         }
         text += &self.each("        c_{i}_{j} = coopMultiplyAdd(a_{i}, b_{j}, c_{i}_{j});\n");
         text + "    }\n"
@@ -343,9 +341,8 @@ impl Owned {
             for j in 0..self.columns {
                 let [row, column] = [self.row_step * i, self.column_step * j].map(|at| at as usize);
                 let at = step * row + column / 4;
-                let _infallible = writeln!(
-                    text,
-                    "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {step}u);"
+                text += &format!(
+                    "    coopStoreT(c_{i}_{j}, &products[matrix_product + {at}u], {step}u);\n"
                 );
             }
         }
@@ -441,52 +438,24 @@ pub(super) fn add_product(
     grid: Grid,
     prefix: &str,
     left: &Vectors,
-    left_first: &str,
     right: &Vectors,
-    right_first: &str,
 ) -> String {
-    let (mut rows, mut loads, mut zeros, mut stores) =
-        (String::new(), String::new(), String::new(), String::new());
-    for (side, of, first) in [("left", left, left_first), ("right", right, right_first)] {
-        let (declared, offsets) = of.loaded_rows(variant, side, first);
-        rows += &declared;
-        for (n, offset) in offsets.iter().enumerate() {
-            let _infallible = writeln!(
-                loads,
-                "        var {side}_{n} = {name}_halves({offset}, c + element);",
-                name = of.name
-            );
-            let _infallible = writeln!(
-                zeros,
-                "            {side}_{n} = select(vec4<f16>(0.0h), {side}_{n}, inside);"
-            );
-            let at = 8 * HALF_STEP * n;
-            let _infallible =
-                writeln!(stores, "        {side}_half[stored_at + {at}u] = {side}_{n};");
-        }
-    }
-    let dim = left.dim;
+    let [rows, stage] = stage_rows(variant, [left, right], "halves", |side, n| {
+        format!("{side}_half[stored_at + {}u]", 8 * HALF_STEP * n)
+    });
     let parts = SumOverChunks::of(grid);
-    let text = format!(
+    format!(
         "{{
     let element = 4u * (lane & 7u);
     let vector = {LOADED_ROW};
     let stored_at = {HALF_STEP}u * vector + (lane & 7u);
-{rows}{begin}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
-{loads}        if (c + 32u > params.{dim}) {{
-            let inside =
-                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
-{zeros}        }}
-        workgroupBarrier();
-{stores}        workgroupBarrier();
-{multiply}    }}
+{rows}{begin}{stage}{multiply}    }}
 {end}}}
 ",
         begin = parts.begin,
         multiply = parts.multiply,
         end = parts.end(prefix),
-    );
-    text
+    )
 }
 
 /// Generates the matrices of the 32 elements of queries from `first` on that are in `left_half`.
@@ -533,7 +502,7 @@ impl SumOverChunks {
         let mut text = format!("{}    {}\n", self.store, self.grid.row_barrier());
         for r in 0..4 {
             let at = self.grid.product_at(r);
-            let _infallible = writeln!(text, "    {prefix}{r} = products[{at}];");
+            text += &format!("    {prefix}{r} = products[{at}];\n");
         }
         text
     }
@@ -609,9 +578,8 @@ workgroupBarrier();
 fn store_tile(prefix: &str, factors: &str) -> String {
     let mut text = String::new();
     for r in 0..4 {
-        let _infallible = writeln!(
-            text,
-            "left_half[{}u * ty + tx + {}u] = vec4<f16>({prefix}{r} * {factors}[{r}]);",
+        text += &format!(
+            "left_half[{}u * ty + tx + {}u] = vec4<f16>({prefix}{r} * {factors}[{r}]);\n",
             4 * HALF_STEP,
             HALF_STEP * r
         );

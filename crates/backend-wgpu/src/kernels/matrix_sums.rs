@@ -15,7 +15,7 @@
 //! sum of the elements that it stores, which any that is not finite makes infinite or NaN. If
 //! finite ones overflow, the fix-up finds none.
 
-use std::{fmt::Write, ops::Range};
+use std::ops::Range;
 
 use super::{
     TileVariant,
@@ -40,7 +40,7 @@ pub(super) fn accumulate(
     let staged = sum.grid.invocations() / 64;
     let mut text = sum.declarations(factors);
     for first_group in (0..groups).step_by(staged) {
-        let _infallible = writeln!(text, "if ({}u < params.{}) {{", 32 * first_group, of.dim);
+        text += &format!("if ({}u < params.{}) {{\n", 32 * first_group, of.dim);
         text += &sum.stage(first_group);
         text += &sum.add_products(first_group..groups.min(first_group + staged));
         text.push_str("}\n");
@@ -92,11 +92,10 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
         let (name, first) = (self.of.name, 32 * first_group);
         let mut text = String::new();
         for n in 0..4 {
-            let _infallible = writeln!(
-                text,
+            text += &format!(
                 "    let four_{n} = {name}_halves(
-        min(own_row + {step}, last_row), {first}u + element);",
-                step = self.of.distance(self.variant, n),
+        min(own_row + {step}, last_row), {first}u + element);\n",
+                step = self.of.distance(self.variant, n)
             );
         }
         text.push_str(
@@ -111,11 +110,9 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
         for (c, part) in ["x", "y", "z", "w"].iter().enumerate() {
             let four = [0, 1, 2, 3].map(|n| format!("four_{n}.{part}")).join(", ");
             let at = HALF_STEP * c;
-            let _infallible =
-                writeln!(text, "    right_half[stored_at + {at}u] = vec4<f16>({four});");
+            text += &format!("    right_half[stored_at + {at}u] = vec4<f16>({four});\n");
         }
-        let _infallible = write!(
-            text,
+        text += &format!(
             "    if (is_partial && (sum_bits & NON_FINITE) == NON_FINITE) {{
         any_non_finite = true;
         for (var n = 0u; n < rare_end; n++) {{
@@ -142,22 +139,20 @@ if (lane == 0u) {{ atomicStore(&non_finite[0], 0u); }}
             if staged > 0 {
                 // once all have read the products before
                 let first = 32 * group;
-                let _infallible = writeln!(
-                    text,
+                text += &format!(
                     "    if ({first}u < params.{dim}) {{
-    {row_barrier}"
+    {row_barrier}\n"
                 );
                 at = format!("{}u + ", 32 * staged * HALF_STEP);
             }
             let right = RightOperand { at: &at, ..RightOperand::NARROW };
             text += &multiply_and_store(self.grid, right);
-            let _infallible = writeln!(text, "    {row_barrier}");
+            text += &format!("    {row_barrier}\n");
             for r in 0..4 {
                 let sum = format!("{prefix}{group}_{r}");
-                let _infallible = writeln!(
-                    text,
+                text += &format!(
                     "    {sum} =
-        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});",
+        fma(vec4<f32>(product_factors[{r}]), products[{}], {sum});\n",
                     self.grid.product_at(r)
                 );
             }
@@ -205,13 +200,12 @@ if (atomicLoad(&non_finite[0]) != 0u) {{
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
             let bit = words.bit(r);
-            let _infallible = writeln!(
-                text,
+            text += &format!(
                 "            {sum} = select(
                 {sum},
                 fma(vec4<f32>(a[{r}]), four, {sum}),
                 lanes & vec4<bool>(({bit}) != 0u),
-            );"
+            );\n"
             );
         }
         text + "        }\n"

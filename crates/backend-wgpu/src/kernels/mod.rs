@@ -555,6 +555,4 @@ fn copy_source(mode: CopyMode) -> Source {
 }
 
 #[cfg(test)]
-mod banks;
-#[cfg(test)]
 mod tests;

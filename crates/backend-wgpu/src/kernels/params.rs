@@ -1,5 +1,31 @@
 //! Uniform parameters of the kernels, declared once for Rust and WGSL.
 
+/// Offset of a tensor's first element in its binding, and strides, in elements: four numbers of
+/// the WGSL struct, `*_base`, `*_row`, `*_batch` and `*_head`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub(crate) struct Strided {
+    pub(crate) base: u32,
+    pub(crate) row: u32,
+    pub(crate) batch: u32,
+    pub(crate) head: u32,
+}
+
+/// A field in WGSL.
+macro_rules! wgsl_field {
+    ($field:ident Strided) => {
+        concat!(
+            wgsl_field!($field "_base" u32),
+            wgsl_field!($field "_row" u32),
+            wgsl_field!($field "_batch" u32),
+            wgsl_field!($field "_head" u32),
+        )
+    };
+    ($field:ident $($suffix:literal)? $kind:ident) => {
+        concat!("    ", stringify!($field), $($suffix,)? ": ", stringify!($kind), ",\n")
+    };
+}
+
 /// Declares a struct of 4-byte numbers in Rust and WGSL.
 macro_rules! params {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ident,)* }) => {
@@ -14,7 +40,7 @@ macro_rules! params {
             /// The struct in WGSL.
             pub(crate) const WGSL: &'static str = concat!(
                 "struct Params {\n",
-                $("    ", stringify!($field), ": ", stringify!($kind), ",\n",)*
+                $(wgsl_field!($field $kind),)*
                 "}\n"
             );
         }
@@ -22,8 +48,7 @@ macro_rules! params {
 }
 
 params! {
-    /// Parameters of the tile kernels. `*_base` is the offset of the chunk's first element in its
-    /// binding, in elements; `*_row`, `*_batch`, `*_head` are strides.
+    /// Parameters of the tile kernels. Tensors begin at the chunk's first element.
     TileParams {
         /// Batch rows and query heads of the chunk.
         batch_first: u32,
@@ -62,46 +87,22 @@ params! {
         function_at: u32,
         plane_batch: u32,
         plane_head: u32,
-        q_base: u32,
-        q_row: u32,
-        q_batch: u32,
-        q_head: u32,
-        k_base: u32,
-        k_row: u32,
-        k_batch: u32,
-        k_head: u32,
-        v_base: u32,
-        v_row: u32,
-        v_batch: u32,
-        v_head: u32,
-        dout_base: u32,
-        dout_row: u32,
-        dout_batch: u32,
-        dout_head: u32,
-        statistics_base: u32,
-        statistics_row: u32,
-        statistics_batch: u32,
-        statistics_head: u32,
+        q: Strided,
+        k: Strided,
+        v: Strided,
+        dout: Strided,
+        statistics: Strided,
         statistics_range: u32,
         /// Accumulators: of O, dQ or dK, and of dV.
-        acc_base: u32,
-        acc_row: u32,
-        acc_batch: u32,
-        acc_head: u32,
+        acc: Strided,
         acc_range: u32,
         dv_base: u32,
         dv_batch: u32,
         dv_head: u32,
-        bias_base: u32,
-        bias_row: u32,
-        bias_batch: u32,
-        bias_head: u32,
+        bias: Strided,
         bias_keys: u32,
         bias_heads: u32,
-        dbias_base: u32,
-        dbias_row: u32,
-        dbias_batch: u32,
-        dbias_head: u32,
+        dbias: Strided,
         has_bias: u32,
         bias_first: u32,
         normalize: u32,
@@ -132,18 +133,9 @@ params! {
         dim: u32,
         /// 1: an invocation copies two neighbouring elements, because all offsets are even.
         pairs: u32,
-        from_base: u32,
-        from_row: u32,
-        from_batch: u32,
-        from_head: u32,
-        into_base: u32,
-        into_row: u32,
-        into_batch: u32,
-        into_head: u32,
-        factors_base: u32,
-        factors_row: u32,
-        factors_batch: u32,
-        factors_head: u32,
+        from: Strided,
+        into: Strided,
+        factors: Strided,
         factor: f32,
     }
 }
@@ -159,23 +151,11 @@ params! {
         heads: u32,
         ranges: u32,
         dim: u32,
-        statistics_base: u32,
-        statistics_row: u32,
-        statistics_batch: u32,
-        statistics_head: u32,
-        acc_base: u32,
-        acc_row: u32,
-        acc_batch: u32,
-        acc_head: u32,
-        range_statistics_base: u32,
-        range_statistics_row: u32,
-        range_statistics_batch: u32,
-        range_statistics_head: u32,
+        statistics: Strided,
+        acc: Strided,
+        range_statistics: Strided,
         statistics_range: u32,
-        range_acc_base: u32,
-        range_acc_row: u32,
-        range_acc_batch: u32,
-        range_acc_head: u32,
+        range_acc: Strided,
         acc_range: u32,
     }
 }

@@ -1,12 +1,10 @@
 //! Generated parts of the tile kernels: products of vectors, unrolled over the register tile.
 
-use std::fmt::Write;
-
 use super::{
     TILE, TileVariant,
     matrices::{self, ProductFactors},
     matrix_sums,
-    vectors::{ROW_STEP, Vectors, Words},
+    vectors::{ROW_STEP, Vectors, Words, stage_rows},
 };
 use crate::RegisterTile;
 
@@ -36,13 +34,11 @@ pub(super) fn product(
     variant: TileVariant,
     prefix: &str,
     left: &Vectors,
-    left_first: &str,
     right: &Vectors,
-    right_first: &str,
 ) -> String {
     let zero = format!("var {prefix}{{r}} = vec4<f32>(0.0);");
     let zeros = each_row(variant.used_register_tile(), &zero);
-    zeros + &add_product(variant, prefix, left, left_first, right, right_first)
+    zeros + &add_product(variant, prefix, left, right)
 }
 
 /// As [`product`], with `s0` … declared.
@@ -50,50 +46,22 @@ pub(super) fn add_product(
     variant: TileVariant,
     prefix: &str,
     left: &Vectors,
-    left_first: &str,
     right: &Vectors,
-    right_first: &str,
 ) -> String {
     if let Some(on) = matrices::Grid::of(variant) {
-        return matrices::add_product(variant, on, prefix, left, left_first, right, right_first);
+        return matrices::add_product(variant, on, prefix, left, right);
     }
     let tile = variant.used_register_tile();
-    let (mut rows, mut loads, mut zeros, mut stores) =
-        (String::new(), String::new(), String::new(), String::new());
-    for (side, array, of, first) in
-        [("left", "tile", left, left_first), ("right", "right", right, right_first)]
-    {
-        let (declared, offsets) = of.loaded_rows(variant, side, first);
-        rows += &declared;
-        for (n, offset) in offsets.iter().enumerate() {
-            let slot = stored_at(n * tile.load_step());
-            // all loads before the first store, so that they are in flight together
-            let _infallible = writeln!(
-                loads,
-                "        var {side}_{n} = {name}_four({offset}, c + element);",
-                name = of.name
-            );
-            let _infallible = writeln!(
-                zeros,
-                "            {side}_{n} = select(vec4<f32>(0.0), {side}_{n}, inside);"
-            );
-            let _infallible = writeln!(stores, "        {array}[slot + {slot}u] = {side}_{n};");
-        }
-    }
-    let dim = left.dim;
+    let [rows, stage] = stage_rows(variant, [left, right], "four", |side, n| {
+        let array = if side == "left" { "tile" } else { side };
+        format!("{array}[slot + {}u]", stored_at(n * tile.load_step()))
+    });
     let mut text = format!(
         "{{
     let element = 4u * (lane & 7u);
     let vector = lane >> 3u;
     let slot = {ROW_STEP}u * ((vector >> 2u) + 8u * (vector & 3u)) + (lane & 7u);
-{rows}    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
-{loads}        if (c + 32u > params.{dim}) {{
-            let inside =
-                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
-{zeros}        }}
-        workgroupBarrier();
-{stores}        workgroupBarrier();
-        for (var four = 0u; four < 8u; four++) {{
+{rows}{stage}        for (var four = 0u; four < 8u; four++) {{
 "
     );
     let left_index = match tile {
@@ -256,7 +224,7 @@ pub(super) fn multiply_add(
     for group in 0..groups {
         let first = 32 * group;
         let in_memory = in_memory.filter(|of| group >= of.held);
-        let _infallible = writeln!(text, "if ({first}u < {dim}) {{");
+        text += &format!("if ({first}u < {dim}) {{\n");
         text += &of.loads(tile, first);
         if let Some(InMemory { load, .. }) = in_memory {
             text += &each_of_group(tile, group, load);
@@ -264,10 +232,8 @@ pub(super) fn multiply_add(
         text.push_str("    workgroupBarrier();\n");
         for n in 0..tile.loads() {
             let row = n * tile.load_step();
-            let _infallible = writeln!(
-                text,
-                "    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};"
-            );
+            text +=
+                &format!("    right[{ROW_STEP}u * (vector + {row}u) + (lane & 7u)] = four_{n};\n");
         }
         text.push_str("    workgroupBarrier();\n");
         let sums = format!("{prefix}{group}");
@@ -308,11 +274,10 @@ fn multiply_columns(sums: &str, words: Words) -> String {
     text.push_str("        }\n    } else {\n        for (var four = 0u; four < 8u; four++) {\n");
     for n in 0..4 {
         let at = n * NEXT_ROW;
-        let _infallible = writeln!(
-            text,
+        text += &format!(
             "            {{
 {}let b = right[{ROW_STEP}u * (4u * four + {n}u) + tx];
-{}            }}",
+{}            }}\n",
             load(&format!("{ROW_STEP}u * four + ty + {at}u")),
             rows
         );
@@ -333,29 +298,25 @@ fn multiply_rows(tile: RegisterTile, sums: &str, words: Words) -> String {
         let bound = if is_partial { "8u * min(params.keys, 1u)" } else { "8u" };
         let mut text = format!("        for (var four = 0u; four < {bound}; four++) {{\n");
         for r in 0..rows {
-            let _infallible = writeln!(
-                text,
-                "            let a{r} = tile[{ROW_STEP}u * ({rows}u * ty + {r}u) + four];"
+            text += &format!(
+                "            let a{r} = tile[{ROW_STEP}u * ({rows}u * ty + {r}u) + four];\n"
             );
         }
         for (n, element) in ELEMENTS.iter().enumerate() {
-            let _infallible = writeln!(
-                text,
+            text += &format!(
                 "            {{
                 let j = 4u * four + {n}u;
-                let b = right[{ROW_STEP}u * j + tx];"
+                let b = right[{ROW_STEP}u * j + tx];\n"
             );
             if is_partial && words == Words::OfColumns {
-                let _infallible = writeln!(
-                    text,
-                    "                let word = atomicLoad(&visible_bits[j]) >> ({rows}u * ty);"
+                text += &format!(
+                    "                let word = atomicLoad(&visible_bits[j]) >> ({rows}u * ty);\n"
                 );
             }
             for r in 0..rows {
                 let b = if is_partial { words.masked(r) } else { "b".to_owned() };
-                let _infallible = writeln!(
-                    text,
-                    "                {sums}_{r} = fma(vec4<f32>(a{r}.{element}), {b}, {sums}_{r});"
+                text += &format!(
+                    "                {sums}_{r} = fma(vec4<f32>(a{r}.{element}), {b}, {sums}_{r});\n"
                 );
             }
             text.push_str("            }\n");

@@ -23,8 +23,6 @@
 //! Source: padded rows and 128 invocations are those of llama.cpp's `flash_attn_cm1.comp`, whose
 //! tiles have 16 queries and 64 keys.
 
-use std::fmt::Write;
-
 use super::{
     TILE, TallTile, TileVariant,
     matrices::{Grid, RightOperand, SumOverChunks, hold, multiply_held},
@@ -46,8 +44,7 @@ let stored_q = {HALF_STEP}u * loaded_row + (lane & 7u);
     );
     for group in 0..variant.head_groups {
         let first = 32 * group;
-        let _infallible = write!(
-            text,
+        text += &format!(
             "{{
 let element = {first}u + 4u * (lane & 7u);
 let inside = vec4<u32>(element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.head_dim);
@@ -55,10 +52,9 @@ let inside = vec4<u32>(element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.h
         );
         for row in (0..TallTile::ROWS).step_by(STEP) {
             let (at, step) = (HALF_STEP * row, Q.distance(variant, row));
-            let _infallible = writeln!(
-                text,
+            text += &format!(
                 "left_half[stored_q + {at}u] = select(
-    vec4<f16>(0.0h), q_halves(min(own_q + {step}, own_q_last), element), inside);"
+    vec4<f16>(0.0h), q_halves(min(own_q + {step}, own_q_last), element), inside);\n"
             );
         }
         text.push_str("}\nworkgroupBarrier();\n");
@@ -83,13 +79,11 @@ pub(super) fn scores(variant: TileVariant, grid: Grid) -> String {
     let step = K.distance(variant, LOAD_STEP);
     for n in 0..LOADS_OF_KEYS {
         let at = n * LOAD_STEP * KEY_STEP;
-        let _infallible = writeln!(
-            loads,
-            "        var k_{n} = k_halves(min(k_first + {n}u * k_step, k_end), c + element);"
+        loads += &format!(
+            "        var k_{n} = k_halves(min(k_first + {n}u * k_step, k_end), c + element);\n"
         );
-        let _infallible =
-            writeln!(zeros, "            k_{n} = select(vec4<f16>(0.0h), k_{n}, inside);");
-        let _infallible = writeln!(stores, "        right_half[stored_at + {at}u] = k_{n};");
+        zeros += &format!("            k_{n} = select(vec4<f16>(0.0h), k_{n}, inside);\n");
+        stores += &format!("        right_half[stored_at + {at}u] = k_{n};\n");
     }
     let right = RightOperand { step: KEY_STEP, at: "" };
     let parts = SumOverChunks::of(grid);

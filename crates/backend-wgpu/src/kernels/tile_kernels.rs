@@ -1,7 +1,5 @@
 //! The tile kernels, assembled from their templates and the generated products.
 
-use std::fmt::Write;
-
 use super::{
     ARITHMETIC, Access, BiasAxes, DROPOUT, Epilogue, GRADIENT, Orientation, Source, Storage,
     TILE_TEXT, TileVariant,
@@ -177,9 +175,8 @@ fn assemble(
     let mut declared = on.map_or_else(String::new, matrices::declarations);
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
         let access = if *access == Access::Read { "read" } else { "read_write" };
-        let _infallible = writeln!(
-            declared,
-            "@group(0) @binding({}) var<storage, {access}> {name}: array<{kind}>;",
+        declared += &format!(
+            "@group(0) @binding({}) var<storage, {access}> {name}: array<{kind}>;\n",
             number + 2
         );
     }
@@ -358,7 +355,7 @@ if ({condition}[{{r}}]) {{
     text.name("RESCALE_ACC", each(tile, held, rescale));
     let (own_rows, scores) = match Grid::of(variant).filter(|_| variant.tall) {
         Some(grid) => (tall_tiles::held_queries(variant, grid), tall_tiles::scores(variant, grid)),
-        None => (Q.own_rows(variant), product(variant, "s", &Q, "first", &K, "column")),
+        None => (Q.own_rows(variant), product(variant, "s", &Q, &K)),
     };
     text.name("OWN_ROWS", own_rows + &packed_queries(tile).own_rounds(variant));
     text.name("SCORES", scores);
@@ -406,8 +403,8 @@ if (row + {r}u < params.queries) {
                 row_queries(tile).own_rounds(variant)
             },
     );
-    text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"));
-    text.name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
+    text.name("SCORES", product(variant, "s", &Q, &K));
+    text.name("DPROBS", product(variant, "d", &DOUT, &V));
     let step = RowStep {
         masked: "s{r} = select(vec4<f32>(0.0), grad.ds, visible);",
         full: "s{r} = grad.ds;",
@@ -468,7 +465,7 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
         )
     };
     text.name("OWN_ROWS", K.own_rows(variant) + &V.own_rows(variant));
-    text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"));
+    text.name("SCORES", product(variant, "s", &K, &Q));
     text.name("COLUMN_STATISTICS", column_statistics(variant));
     let gradients = |step| score_gradients(variant, Orientation::RowsAreKeys, step);
     if splits {
@@ -482,7 +479,7 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             .to_owned()
                 + &store("acc", groups, "acc_base", "acc_dim", "acc_factor * "),
         );
-        let dprobs = add_product(variant, "d", &V, "first", &DOUT, "column");
+        let dprobs = add_product(variant, "d", &V, &DOUT);
         text.name(
             "DPROBS",
             each_row(tile, "var d{r} = vec4<f32>(0.0);") + &format!("if (!is_dv) {{\n{dprobs}}}\n"),
@@ -516,7 +513,7 @@ let acc_factor = select(params.scale, 1.0, is_dv);
             store("dk", head_groups, "dk_base", "params.head_dim", "params.scale * ")
                 + &store("dv", value_groups, "dv_base_of_head", "params.value_dim", ""),
         );
-        text.name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
+        text.name("DPROBS", product(variant, "d", &V, &DOUT));
         let step = RowStep {
             masked: "s{r} = select(vec4<f32>(0.0), grad.ds, visible);
 d{r} = select(vec4<f32>(0.0), grad.p_dropped, visible);",
@@ -575,15 +572,15 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         },
     );
     if rows_are_keys {
-        text.name("SCORES", product(variant, "s", &K, "first", &Q, "column"))
-            .name("DPROBS", product(variant, "d", &V, "first", &DOUT, "column"));
+        text.name("SCORES", product(variant, "s", &K, &Q))
+            .name("DPROBS", product(variant, "d", &V, &DOUT));
         text.name(
             "STATISTICS",
             "let query = column + 4u * tx;\n".to_owned() + &column_statistics(variant),
         );
     } else {
-        text.name("SCORES", product(variant, "s", &Q, "first", &K, "column"))
-            .name("DPROBS", product(variant, "d", &DOUT, "first", &V, "column"));
+        text.name("SCORES", product(variant, "s", &Q, &K))
+            .name("DPROBS", product(variant, "d", &DOUT, &V));
         text.name(
             "STATISTICS",
             "let key = column + 4u * tx;\n".to_owned()
@@ -595,8 +592,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         "let part = select(grad.ds, grad.ds * ds_dx, vec4<bool>({{IS_BIAS_FIRST}}));\n".to_owned();
     if axes == BiasAxes::Pairs {
         for c in 0..4 {
-            let _infallible = write!(
-                then,
+            then += &format!(
                 "if (visible[{c}]) {{
     let column = block_mask[params.key_rows + 2u * (key + {c}u)];
     let at = target_row + (row + r) * params.dbias_row + column;
@@ -607,8 +603,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         }
     } else {
         let rest = rest_of(variant.used_register_tile(), "all");
-        let _infallible = write!(
-            then,
+        then += &format!(
             "let kept = select(vec4<f32>(0.0), part, visible);
 all = {{{{ROW_FLOATS}}}}({rest}all.x + ((kept.x + kept.y) + (kept.z + kept.w)));"
         );

@@ -1,8 +1,6 @@
 //! Tensors of vectors as the tile kernels load them, and the layout of their tile masks.
 
-use std::fmt::Write;
-
-use super::{TILE, TileVariant};
+use super::TileVariant;
 
 /// Distance of rows in workgroup memory, in vectors of 4: one more than the 8 of a row. Eight
 /// invocations access eight rows at once, which then lie in different banks (32 banks of 4 bytes).
@@ -78,15 +76,13 @@ fn {name}_four(row: u32, c: u32) -> vec4<f32> {{
             let mut text = format!("    let last = params.{dim} - 1u;\n");
             for n in 0..4 {
                 let at = format!("row + min(c + {n}u, last)");
-                let _infallible =
-                    writeln!(text, "    let e{n} = {};", storage.load(words, &at, unpacks));
+                text += &format!("    let e{n} = {};\n", storage.load(words, &at, unpacks));
             }
             text + "    return vec4<f32>(e0, e1, e2, e3);\n"
         };
         let mut text = format!("fn {name}_four(row: u32, c: u32) -> vec4<f32> {{\n{four}}}\n");
         if on_matrices {
-            let _infallible = write!(
-                text,
+            text += &format!(
                 "fn {name}_halves(row: u32, c: u32) -> vec4<f16> {{
     return vec4<f16>({name}_four(row, c));
 }}
@@ -164,34 +160,27 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
         }
     }
 
-    /// Generates the offsets of the rows that an invocation loads of a tile that begins at row
-    /// `first`: declarations of the names that begin with `side`, and an expression per row. The
-    /// own tile has the rows of [`Self::own_rows`].
-    pub(super) fn loaded_rows(
-        &self,
-        variant: TileVariant,
-        side: &str,
-        first: &str,
-    ) -> (String, Vec<String>) {
-        let tile = variant.used_register_tile();
-        let is_own = first == "first" && variant.used_matrices().is_some();
+    /// Generates the offsets of the rows that an invocation loads of a tile: declarations of the
+    /// names that begin with `side`, and an expression per row. The left tile, which is the own one,
+    /// has the rows of [`Self::own_rows`].
+    fn loaded_rows(&self, variant: TileVariant, side: &str) -> (String, Vec<String>) {
+        let numbers = 0..variant.used_register_tile().loads();
+        let is_own = side == "left" && variant.used_matrices().is_some();
         if is_own || self.is_packed(variant) {
-            let rows = (0..tile.loads()).map(|n| format!("own_{}_{n}", self.name));
+            let rows = numbers.map(|n| format!("own_{}_{n}", self.name));
             return (String::new(), rows.collect());
         }
-        let rows = if first == "first" { variant.query_rows() } else { TILE };
-        let mut declared = String::new();
         // one register, rather than one per row
+        let first = if side == "left" { "first" } else { "column" };
         let [row, last, step] = self.offsets(variant, first);
-        let _infallible = write!(
-            declared,
+        let declared = format!(
             "    let {side}_row = {row};
     let {side}_last = {last};
     let {side}_step = {step};
 "
         );
         let row = |n| format!("min({side}_row + {n}u * {side}_step, {side}_last)");
-        (declared, (0..rows / tile.load_step()).map(row).collect())
+        (declared, numbers.map(row).collect())
     }
 
     /// Expressions for the offset of an invocation's first row, for that of the last row of all,
@@ -204,6 +193,43 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
             self.distance(variant, variant.used_register_tile().load_step()),
         ]
     }
+}
+
+/// Generates the copy of rows of the tile from `first` on and of that from `column` on to workgroup
+/// memory: declarations, and a loop over each 32 elements up to its stores. Four elements are read
+/// by the functions of this kind (`four`, f32, or `halves`, f16); `place` is where load `n` of a
+/// side is stored.
+pub(super) fn stage_rows(
+    variant: TileVariant,
+    [left, right]: [&Vectors; 2],
+    kind: &str,
+    place: impl Fn(&str, usize) -> String,
+) -> [String; 2] {
+    let zero = if kind == "halves" { "vec4<f16>(0.0h)" } else { "vec4<f32>(0.0)" };
+    let [mut rows, mut loads, mut zeros, mut stores] = [const { String::new() }; 4];
+    for (side, of) in [("left", left), ("right", right)] {
+        let (declared, offsets) = of.loaded_rows(variant, side);
+        let name = of.name;
+        rows += &declared;
+        // all loads before the first store, so that they are in flight together
+        for (n, offset) in offsets.iter().enumerate() {
+            loads += &format!("        var {side}_{n} = {name}_{kind}({offset}, c + element);\n");
+            zeros += &format!("            {side}_{n} = select({zero}, {side}_{n}, inside);\n");
+            stores += &format!("        {} = {side}_{n};\n", place(side, n));
+        }
+    }
+    let dim = left.dim;
+    let stage = format!(
+        "    for (var c = 0u; c < params.{dim}; c = c + 32u) {{
+{loads}        if (c + 32u > params.{dim}) {{
+            let inside =
+                vec4<u32>(c + element) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{dim});
+{zeros}        }}
+        workgroupBarrier();
+{stores}        workgroupBarrier();
+"
+    );
+    [rows, stage]
 }
 
 /// Layout of the tile mask relative to `tile`: one word per row, or one per column.

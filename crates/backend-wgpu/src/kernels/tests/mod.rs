@@ -1,3 +1,5 @@
+mod banks;
+
 use std::{
     collections::HashSet,
     num::NonZero,
