@@ -77,7 +77,7 @@ pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;
 pub use traffic::Traffic;
-pub use violation::{Transfer, Violation};
+pub use violation::{Violation, ViolationKind};
 pub use work::{Work, WorkMatrix};
 
 use annulus_core::{Channel, RowSet};
