@@ -1,5 +1,7 @@
 //! Needs compared with an enumeration of all pairs, and the time for unordered ids.
 
+pub(crate) mod samples;
+
 use std::{
     collections::BTreeSet,
     sync::{
@@ -10,10 +12,8 @@ use std::{
 
 use proptest::prelude::*;
 
-use super::{
-    Needs,
-    samples::{Problem, Sample, packed, plain, problems},
-};
+use self::samples::{Problem, Sample, packed, plain, problems};
+use super::Needs;
 use crate::{Layout, RingShards};
 use annulus_core::{Fingerprint, KeyIntervals, Mask, RowSet, mask};
 

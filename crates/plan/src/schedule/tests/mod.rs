@@ -11,7 +11,7 @@ mod streaming;
 
 use std::sync::Arc;
 
-use crate::{Layout, Needs, RingShards, Route, needs::samples};
+use crate::{Layout, Needs, RingShards, Route, needs::tests::samples};
 use annulus_core::{Mask, RowSet, mask};
 
 const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
