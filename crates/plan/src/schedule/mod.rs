@@ -138,7 +138,7 @@ pub struct Step {
 ///
 /// schedule.check(&needs, true)?;
 /// let full_ring = Traffic::full_ring(&needs.held, true);
-/// assert_eq!(schedule.block_rows_sent() * 2, full_ring.block_rows);
+/// assert_eq!(schedule.sent().block_rows * 2, full_ring.block_rows);
 /// # Ok::<(), annulus_plan::Violation>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
