@@ -28,6 +28,31 @@ pub fn wgpu_rank<T: Transport<Host> + 'static>(
     (annulus_wgpu::Wgpu::on_host(gpu.clone()), Box::new(Staged::new(transport, copier)))
 }
 
+/// Opened devices of this process by number.
+#[derive(Debug)]
+struct OpenedDevices<D> {
+    by_number: Mutex<BTreeMap<usize, D>>,
+    process: Process,
+}
+
+impl<D: Clone> OpenedDevices<D> {
+    fn new() -> Self {
+        Self { by_number: Mutex::default(), process: Process::current() }
+    }
+
+    /// Returns device `number`, which `open` opens once.
+    fn get(&self, number: usize, open: impl FnOnce() -> Result<D>) -> Result<D> {
+        self.process.check("device")?;
+        let mut opened = self.by_number.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = opened.get(&number) {
+            return Ok(device.clone());
+        }
+        let device = open()?;
+        opened.insert(number, device.clone());
+        Ok(device)
+    }
+}
+
 /// wgpu adapters of this process, each opened when its first rank needs it. Ranks on one adapter
 /// share its device and its kernels.
 #[cfg(feature = "wgpu")]
@@ -35,8 +60,7 @@ pub fn wgpu_rank<T: Transport<Host> + 'static>(
 pub struct WgpuDevices {
     /// Numbers of the adapters.
     numbers: Vec<usize>,
-    opened: Mutex<BTreeMap<usize, annulus_wgpu::Gpu>>,
-    process: Process,
+    opened: OpenedDevices<annulus_wgpu::Gpu>,
 }
 
 #[cfg(feature = "wgpu")]
@@ -57,7 +81,7 @@ impl WgpuDevices {
                 .collect(),
             (device, _) => vec![device.unwrap_or(0)],
         };
-        let devices = Self { numbers, opened: Mutex::default(), process: Process::current() };
+        let devices = Self { numbers, opened: OpenedDevices::new() };
         devices.get(0)?;
         Ok(devices)
     }
@@ -72,16 +96,9 @@ impl WgpuDevices {
     /// # Errors
     /// As [`annulus_wgpu::Gpu::open`]; [`crate::Error::InvalidArgument`] in a forked child.
     pub fn get(&self, index: usize) -> Result<annulus_wgpu::Gpu> {
-        self.process.check("device")?;
         let number = self.numbers.get(index % self.count().max(1)).copied().unwrap_or(0);
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(gpu) = opened.get(&number) {
-            return Ok(gpu.clone());
-        }
         let options = annulus_wgpu::Options { number, ..annulus_wgpu::Options::default() };
-        let gpu = annulus_wgpu::Gpu::open(&options)?;
-        opened.insert(number, gpu.clone());
-        Ok(gpu)
+        self.opened.get(number, || annulus_wgpu::Gpu::open(&options))
     }
 
     /// Creates the rank at this end of `transport` on its adapter.
@@ -113,8 +130,7 @@ impl WgpuDevices {
 pub struct CudaDevices {
     device: Option<usize>,
     count: usize,
-    opened: Mutex<BTreeMap<usize, annulus_cuda::Cuda>>,
-    process: Process,
+    opened: OpenedDevices<annulus_cuda::Cuda>,
 }
 
 #[cfg(feature = "cuda")]
@@ -128,7 +144,7 @@ impl CudaDevices {
     pub fn find(device: Option<usize>) -> Result<Self> {
         let count = annulus_cuda::device::Device::count()?;
         device.map_or(Ok(()), annulus_cuda::device::Device::check)?;
-        Ok(Self { device, count, opened: Mutex::default(), process: Process::current() })
+        Ok(Self { device, count, opened: OpenedDevices::new() })
     }
 
     /// Returns the number of visible GPUs.
@@ -141,14 +157,7 @@ impl CudaDevices {
     /// # Errors
     /// As [`annulus_cuda::Cuda::open`]; [`crate::Error::InvalidArgument`] in a forked child.
     pub fn get(&self, number: usize) -> Result<annulus_cuda::Cuda> {
-        self.process.check("device")?;
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(cuda) = opened.get(&number) {
-            return Ok(cuda.clone());
-        }
-        let cuda = annulus_cuda::Cuda::open(number)?;
-        opened.insert(number, cuda.clone());
-        Ok(cuda)
+        self.opened.get(number, || annulus_cuda::Cuda::open(number))
     }
 
     /// Returns the GPU of the rank at this end of `transport`.

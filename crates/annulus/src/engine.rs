@@ -28,7 +28,10 @@ use crate::Division;
 /// One rank of a plan whose tensors are in the space `S`, on any backend. Methods are as those of
 /// [`crate::Plan`].
 pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
-    fn facts(&self) -> &dyn RankFacts;
+    fn facts(&self) -> RankFacts<'_>;
+    fn schedule(&self) -> Schedule;
+    fn work(&self) -> (Work, usize);
+    fn bytes_predicted(&self, pass: PassKind) -> u64;
     /// Returns the strategy that was given or, of [`Strategy::Auto`], chosen.
     fn given_strategy(&self) -> Strategy;
     fn on_step(&mut self, hook: StepHook);
@@ -46,113 +49,63 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn refuse(&mut self, why: Error) -> Error;
 }
 
-/// Properties of a plan; the methods are those of [`crate::Plan`].
-pub(crate) trait RankFacts {
-    fn rank(&self) -> usize;
-    fn ranks(&self) -> usize;
-    fn spec(&self) -> &Spec;
-    fn layout(&self) -> &Layout;
-    fn route(&self) -> Route;
-    fn strategy(&self) -> Strategy;
-    fn any_thread(&self) -> bool;
-    fn has_out_residual(&self) -> bool;
-    fn ring_index(&self) -> usize;
-    fn q_rows(&self) -> &Runs;
-    fn kv_rows(&self) -> &Runs;
-    fn numerics(&self) -> &str;
-    fn schedule(&self) -> Schedule;
-    fn work(&self) -> (Work, usize);
-    fn blocks_computed(&self) -> [usize; 2];
-    fn bytes_predicted(&self, pass: PassKind) -> u64;
-    fn buffer_bytes(&self) -> u64;
-    fn workspace_bytes(&self) -> u64;
-    fn leaf_bytes(&self) -> u64;
+/// Properties of a plan, named as the methods of [`crate::Plan`].
+pub(crate) struct RankFacts<'a> {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+    pub(crate) spec: &'a Spec,
+    pub(crate) layout: &'a Layout,
+    pub(crate) route: Route,
+    pub(crate) strategy: Strategy,
+    pub(crate) any_thread: bool,
+    pub(crate) has_out_residual: bool,
+    pub(crate) ring_index: usize,
+    pub(crate) q_rows: &'a Runs,
+    pub(crate) kv_rows: &'a Runs,
+    pub(crate) numerics: &'a str,
+    pub(crate) buffer_bytes: u64,
+    pub(crate) workspace_bytes: u64,
+    pub(crate) leaf_bytes: u64,
+    pub(crate) blocks_computed: [usize; 2],
 }
 
-/// Methods of [`RankFacts`] that both engines have under the same name, and those of the ring
-/// `$ring` of this rank's heads and key column.
-macro_rules! common_facts {
-    ($ring:expr) => {
-        fn rank(&self) -> usize {
-            Self::rank(self)
-        }
-        fn ranks(&self) -> usize {
-            Self::ranks(self)
-        }
-        fn spec(&self) -> &Spec {
-            Self::spec(self)
-        }
-        fn layout(&self) -> &Layout {
-            Self::layout(self)
-        }
-        fn route(&self) -> Route {
-            Self::route(self)
-        }
-        fn any_thread(&self) -> bool {
-            Self::any_thread(self)
-        }
-        fn has_out_residual(&self) -> bool {
-            Self::has_out_residual(self)
-        }
-        fn q_rows(&self) -> &Runs {
-            Self::q_rows(self)
-        }
-        fn kv_rows(&self) -> &Runs {
-            Self::kv_rows(self)
-        }
-        fn bytes_predicted(&self, pass: PassKind) -> u64 {
-            Self::bytes_predicted(self, pass)
-        }
-        fn buffer_bytes(&self) -> u64 {
-            Self::buffer_bytes(self)
-        }
-        fn numerics(&self) -> &str {
-            $ring(self).numerics()
-        }
-        fn schedule(&self) -> Schedule {
-            $ring(self).schedule()
-        }
-        fn blocks_computed(&self) -> [usize; 2] {
-            $ring(self).blocks_computed()
-        }
-        fn workspace_bytes(&self) -> u64 {
-            $ring(self).workspace().bytes()
-        }
-        fn leaf_bytes(&self) -> u64 {
-            $ring(self).leaf_bytes()
-        }
-    };
-}
-
-impl<B: Backend> RankFacts for Ring<B> {
-    common_facts!(std::convert::identity);
-
-    fn strategy(&self) -> Strategy {
-        Strategy::Ring
-    }
-
-    fn ring_index(&self) -> usize {
-        self.order().ring_index(Self::rank(self))
-    }
-
-    fn work(&self) -> (Work, usize) {
-        (Self::work(self), self.ring_index())
+fn facts_of_ring<B: Backend>(ring: &Ring<B>) -> RankFacts<'_> {
+    RankFacts {
+        rank: ring.rank(),
+        ranks: ring.ranks(),
+        spec: ring.spec(),
+        layout: ring.layout(),
+        route: ring.route(),
+        strategy: Strategy::Ring,
+        any_thread: ring.any_thread(),
+        has_out_residual: ring.has_out_residual(),
+        ring_index: ring.order().ring_index(ring.rank()),
+        q_rows: ring.q_rows(),
+        kv_rows: ring.kv_rows(),
+        numerics: ring.numerics(),
+        buffer_bytes: ring.buffer_bytes(),
+        workspace_bytes: ring.workspace().bytes(),
+        leaf_bytes: ring.leaf_bytes(),
+        blocks_computed: ring.blocks_computed(),
     }
 }
 
-impl<B: Backend<Space: HostTensors>> RankFacts for HeadsRing<B> {
-    common_facts!(Self::ring);
-
-    fn strategy(&self) -> Strategy {
-        Self::strategy(self)
-    }
-
-    fn ring_index(&self) -> usize {
-        Self::ring_index(self)
-    }
-
-    fn work(&self) -> (Work, usize) {
-        (self.ring().work(), self.grid().group(Self::ring_index(self)))
+/// Returns the properties of a grid; those that it does not have itself are of its inner ring.
+fn facts_of_grid<B: Backend<Space: HostTensors>>(grid: &HeadsRing<B>) -> RankFacts<'_> {
+    RankFacts {
+        rank: grid.rank(),
+        ranks: grid.ranks(),
+        spec: grid.spec(),
+        layout: grid.layout(),
+        route: grid.route(),
+        strategy: grid.strategy(),
+        any_thread: grid.any_thread(),
+        has_out_residual: grid.has_out_residual(),
+        ring_index: grid.ring_index(),
+        q_rows: grid.q_rows(),
+        kv_rows: grid.kv_rows(),
+        buffer_bytes: grid.buffer_bytes(),
+        ..facts_of_ring(grid.ring())
     }
 }
 
@@ -208,8 +161,20 @@ impl<B: Backend> fmt::Display for DeviceRing<B> {
 }
 
 impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
-    fn facts(&self) -> &dyn RankFacts {
-        &self.ring
+    fn facts(&self) -> RankFacts<'_> {
+        facts_of_ring(&self.ring)
+    }
+
+    fn schedule(&self) -> Schedule {
+        self.ring.schedule()
+    }
+
+    fn work(&self) -> (Work, usize) {
+        (self.ring.work(), self.facts().ring_index)
+    }
+
+    fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        self.ring.bytes_predicted(pass)
     }
 
     fn given_strategy(&self) -> Strategy {
@@ -318,11 +283,30 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
 }
 
 impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
-    fn facts(&self) -> &dyn RankFacts {
+    fn facts(&self) -> RankFacts<'_> {
         match &self.form {
-            Form::Ring(of) => of.as_ref(),
-            Form::HeadsRing(of) => of.as_ref(),
+            Form::Ring(of) => facts_of_ring(of),
+            Form::HeadsRing(of) => facts_of_grid(of),
         }
+    }
+
+    fn schedule(&self) -> Schedule {
+        match &self.form {
+            Form::Ring(of) => of.schedule(),
+            Form::HeadsRing(of) => of.ring().schedule(),
+        }
+    }
+
+    fn work(&self) -> (Work, usize) {
+        let index = self.facts().ring_index;
+        match &self.form {
+            Form::Ring(of) => (of.work(), index),
+            Form::HeadsRing(of) => (of.ring().work(), of.grid().group(index)),
+        }
+    }
+
+    fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        either!(&self.form, of => of.bytes_predicted(pass))
     }
 
     fn given_strategy(&self) -> Strategy {

@@ -494,23 +494,15 @@ impl LocalRing {
     }
 
     fn check_outputs<T: Element>(&self, outputs: &ForwardViewMut<'_, T>) -> Result<()> {
-        let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
         let ForwardViewMut { out, lse, max, sum, ties, out_residual } = outputs;
-        same_shape("out", out.shape(), &[batch, q_len, q_heads, value_dim])?;
-        if let Some(residual) = out_residual {
-            same_shape("out_residual", residual.shape(), out.shape())?;
-        }
-        let statistics = [
-            ("lse", Some(lse)),
-            ("max", max.as_ref()),
-            ("sum", sum.as_ref()),
-            ("ties", ties.as_ref()),
-        ];
-        for (name, array) in statistics {
-            let Some(array) = array else { continue };
-            same_shape(name, array.shape(), &[batch, q_heads, q_len])?;
-        }
-        Ok(())
+        self.check_rows([
+            ("out", Some(out.shape())),
+            ("out_residual", out_residual.as_ref().map(|residual| residual.shape())),
+            ("lse", Some(lse.shape())),
+            ("max", max.as_ref().map(|max| max.shape())),
+            ("sum", sum.as_ref().map(|sum| sum.shape())),
+            ("ties", ties.as_ref().map(|ties| ties.shape())),
+        ])
     }
 
     fn check_backward<T: Element>(
@@ -519,22 +511,31 @@ impl LocalRing {
         dout: &ArrayView4<'_, T>,
         dlse: Option<&ArrayView3<'_, T::Accumulator>>,
     ) -> Result<()> {
+        let ForwardView { out, lse, max, sum, ties, out_residual } = forward;
+        self.check_rows([
+            ("out", Some(out.shape())),
+            ("out_residual", out_residual.as_ref().map(|residual| residual.shape())),
+            ("dout", Some(dout.shape())),
+            ("lse", Some(lse.shape())),
+            ("max", max.as_ref().map(|max| max.shape())),
+            ("sum", sum.as_ref().map(|sum| sum.shape())),
+            ("ties", ties.as_ref().map(|ties| ties.shape())),
+            ("dlse", dlse.map(|dlse| dlse.shape())),
+        ])
+    }
+
+    /// Checks tensors of query rows by name and shape: of out's shape if they have four axes, of
+    /// lse's otherwise.
+    fn check_rows<const N: usize>(&self, tensors: [(&str, Option<&[usize]>); N]) -> Result<()> {
         let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
-        same_shape("out", forward.out.shape(), &[batch, q_len, q_heads, value_dim])?;
-        if let Some(residual) = &forward.out_residual {
-            same_shape("out_residual", residual.shape(), forward.out.shape())?;
-        }
-        same_shape("dout", dout.shape(), &[batch, q_len, q_heads, value_dim])?;
-        let statistics = [
-            ("lse", Some(&forward.lse)),
-            ("max", forward.max.as_ref()),
-            ("sum", forward.sum.as_ref()),
-            ("ties", forward.ties.as_ref()),
-            ("dlse", dlse),
-        ];
-        for (name, array) in statistics {
-            let Some(array) = array else { continue };
-            same_shape(name, array.shape(), &[batch, q_heads, q_len])?;
+        for (name, got) in tensors {
+            match got {
+                Some(got) if got.len() == 4 => {
+                    same_shape(name, got, &[batch, q_len, q_heads, value_dim])?;
+                }
+                Some(got) => same_shape(name, got, &[batch, q_heads, q_len])?,
+                None => {}
+            }
         }
         Ok(())
     }

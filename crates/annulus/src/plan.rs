@@ -504,18 +504,18 @@ impl<S: Space> Plan<S> {
 
     /// Returns the global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
-        self.engine.facts().q_rows()
+        self.engine.facts().q_rows
     }
 
     /// Returns the global key rows of this rank, in the order of its tensors.
     pub fn kv_rows(&self) -> &Runs {
-        self.engine.facts().kv_rows()
+        self.engine.facts().kv_rows
     }
 
     /// Returns the fingerprint of this rank's arithmetic
     /// ([`Attention::reproducible`](crate::Attention::reproducible)).
     pub fn numerics(&self) -> &str {
-        self.engine.facts().numerics()
+        self.engine.facts().numerics
     }
 
     /// Refuses the call that the other ranks make, on a rank that cannot make it, as
@@ -531,33 +531,33 @@ impl<S: Space> Plan<S> {
     /// removes ([`Forward::out_residual`]): of bf16 and f16 on the CPU, and on grids of several key
     /// columns on every backend.
     pub fn has_out_residual(&self) -> bool {
-        self.engine.facts().has_out_residual()
+        self.engine.facts().has_out_residual
     }
 
     /// Returns true if passes may run on another thread than the one that made the plan: false over
     /// an MPI below `MPI_THREAD_MULTIPLE`.
     pub fn any_thread(&self) -> bool {
-        self.engine.facts().any_thread()
+        self.engine.facts().any_thread
     }
 
     /// Returns this rank.
     pub fn rank(&self) -> usize {
-        self.engine.facts().rank()
+        self.engine.facts().rank
     }
 
     /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
-        self.engine.facts().ranks()
+        self.engine.facts().ranks
     }
 
     /// Returns the definition of the attention.
     pub fn spec(&self) -> &Spec {
-        self.engine.facts().spec()
+        self.engine.facts().spec
     }
 
     /// Returns the strategy in force, never [`Strategy::Auto`].
     pub fn strategy(&self) -> Strategy {
-        self.engine.facts().strategy()
+        self.engine.facts().strategy
     }
 
     /// Returns the strategy in force under its published name: as [`Plan::strategy`], but a
@@ -593,59 +593,59 @@ impl<S: Space> Plan<S> {
 
     /// Returns the layout of the rows, by ring index ([`Plan::ring_index`]).
     pub fn layout(&self) -> &Layout {
-        self.engine.facts().layout()
+        self.engine.facts().layout
     }
 
     /// Returns the index of this rank in the layout.
     pub fn ring_index(&self) -> usize {
-        self.engine.facts().ring_index()
+        self.engine.facts().ring_index
     }
 
     /// Returns the route of the blocks.
     pub fn route(&self) -> Route {
-        self.engine.facts().route()
+        self.engine.facts().route
     }
 
     /// Returns the payload bytes that this rank sends in a pass.
     pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        self.engine.facts().bytes_predicted(pass)
+        self.engine.bytes_predicted(pass)
     }
 
     /// Returns the bytes of this rank's message buffers; with a strategy other than the ring also
     /// those of the tensors of its group and heads.
     pub fn buffer_bytes(&self) -> u64 {
-        self.engine.facts().buffer_bytes()
+        self.engine.facts().buffer_bytes
     }
 
     /// Returns the visible (query, key) pairs that the ranks of this rank's ring compute, of the
     /// heads that they have, and the index of this rank among them.
     pub fn work(&self) -> (Work, usize) {
-        self.engine.facts().work()
+        self.engine.work()
     }
 
     /// Returns the bytes of memory that this rank's backend keeps between passes, on its device or
     /// the host: accumulators, row statistics, scratch. The first pass of each kind may add to it,
     /// later passes do not.
     pub fn workspace_bytes(&self) -> u64 {
-        self.engine.facts().workspace_bytes()
+        self.engine.facts().workspace_bytes
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged, as
     /// [`crate::comm::ring::Ring::leaf_bytes`]; 0 unless the order is reproducible.
     pub fn leaf_bytes(&self) -> u64 {
-        self.engine.facts().leaf_bytes()
+        self.engine.facts().leaf_bytes
     }
 
     /// Returns the blocks that this rank computes on in a forward and a backward pass, as
     /// [`crate::comm::ring::Ring::blocks_computed`].
     pub fn blocks_computed(&self) -> [usize; 2] {
-        self.engine.facts().blocks_computed()
+        self.engine.facts().blocks_computed
     }
 
     /// Derives the schedule of keys and values, as [`crate::comm::ring::Ring::schedule`]. With a
     /// grid, the schedule of the ring over the groups, for this rank's heads and key column.
     pub fn schedule(&self) -> Schedule {
-        self.engine.facts().schedule()
+        self.engine.schedule()
     }
 }
 

@@ -28,8 +28,8 @@ pub use machine::{
 pub use needs::{Needs, NeedsIndex};
 pub use ring_shards::RingShards;
 pub use schedule::{
-    Choice, Group, Message, RankSchedule, RingTraffic, Route, Schedule, Step, Traffic, Transfer,
-    Violation, Work, WorkMatrix,
+    Choice, Group, Message, RankSchedule, RingTraffic, Route, Schedule, Step, Traffic, Violation,
+    ViolationKind, Work, WorkMatrix,
 };
 pub use strategy::{
     ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,

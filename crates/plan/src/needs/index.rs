@@ -1,5 +1,4 @@
-//! Index of all ranks' keys by segment and position, which counts the keys in intervals: those of
-//! each rank, or of all.
+//! Index of all ranks' keys by segment and position, which counts the keys in intervals.
 
 use std::ops::Range;
 
@@ -9,17 +8,14 @@ use annulus_core::{Run, Runs};
 
 /// The keys of one batch row.
 pub(crate) struct KeyIndex {
-    /// `entries[first[s]..first[s + 1]]` belong to segment s: one for each rank with keys of the
-    /// segment, in rank order; or one for all ranks.
-    first: Vec<usize>,
+    /// By segment.
     entries: Vec<Entry>,
     runs: Vec<SortedRun>,
 }
 
-/// Keys of one segment and one rank, or of one segment.
+/// Keys of one segment.
+#[derive(Clone)]
 struct Entry {
-    /// The rank; 0 in an index of all ranks together.
-    rank: usize,
     /// Indices of [`KeyIndex::runs`], ascending by position.
     runs: Range<usize>,
     /// True if the positions of each run are consecutive.
@@ -64,14 +60,6 @@ impl ConsecutiveKeys<'_> {
     }
 }
 
-/// Keys of one segment and one rank, before they are sorted.
-struct KeyRun {
-    segment: usize,
-    rank: usize,
-    /// Positions, ascending.
-    positions: Run,
-}
-
 struct SortedRun {
     run: Run,
     /// Keys of the entry in earlier runs.
@@ -79,9 +67,9 @@ struct SortedRun {
 }
 
 impl SortedRun {
-    /// Returns the positions if they are consecutive.
-    fn consecutive(&self) -> Option<Range<i64>> {
-        (self.run.step == 1 || self.run.count == 1).then(|| self.positions())
+    /// Returns true if the positions are consecutive.
+    const fn is_consecutive(&self) -> bool {
+        self.run.step == 1 || self.run.count == 1
     }
 
     /// Returns the positions from the first to the last.
@@ -91,81 +79,43 @@ impl SortedRun {
 }
 
 impl KeyIndex {
-    /// Sorts the keys of batch row `batch` by rank, and adds their segment ids to `segments`.
-    pub(crate) fn by_rank(
+    /// Sorts the keys of batch row `batch` of all ranks, and adds their segment ids to `segments`.
+    pub(crate) fn of_batch(
         shards: &RingShards,
         batch: usize,
         segments: &mut SegmentNumbers,
     ) -> Self {
-        Self::new(shards, batch, segments, |rank| rank)
+        let owners: Vec<Vec<StridedRows>> =
+            shards.kv.iter().map(|shard| segments.key_rows(shard, batch)).collect();
+        Self::of_owners(&owners, segments.len())
     }
 
-    /// Sorts the keys of batch row `batch` of all ranks together, and adds their segment ids to
-    /// `segments`.
-    pub(crate) fn of_all_ranks(
-        shards: &RingShards,
-        batch: usize,
-        segments: &mut SegmentNumbers,
-    ) -> Self {
-        Self::new(shards, batch, segments, |_| 0)
-    }
-
-    fn new(
-        shards: &RingShards,
-        batch: usize,
-        segments: &mut SegmentNumbers,
-        group: impl Fn(usize) -> usize,
-    ) -> Self {
-        let mut keys: Vec<KeyRun> = Vec::new();
-        for (rank, shard) in shards.kv.iter().enumerate() {
-            let rows = segments.key_rows(shard, batch);
-            keys.extend(rows.iter().map(|rows| KeyRun {
-                segment: rows.segment,
-                rank: group(rank),
-                positions: ascending(&rows.positions),
-            }));
-        }
-        Self::sort(keys, segments.len())
-    }
-
-    /// Sorts the keys `owners[rank]` of all ranks together.
+    /// Sorts the keys `owners[rank]` of all ranks.
     pub(crate) fn of_owners(owners: &[Vec<StridedRows>], segments: usize) -> Self {
-        let key_run = |rows: &StridedRows| KeyRun {
-            segment: rows.segment,
-            rank: 0,
-            positions: ascending(&rows.positions),
-        };
+        let key_run = |rows: &StridedRows| (rows.segment, ascending(&rows.positions));
         let mut keys = Vec::with_capacity(owners.iter().map(Vec::len).sum());
         owners.iter().for_each(|rows| keys.extend(rows.iter().map(key_run)));
-        Self::sort(keys, segments)
-    }
-
-    fn sort(mut keys: Vec<KeyRun>, segments: usize) -> Self {
-        keys.sort_unstable_by_key(|keys| (keys.segment, keys.rank, keys.positions.start));
+        keys.sort_unstable_by_key(|(segment, positions)| (*segment, positions.start));
         let mut index = Self {
-            first: vec![0; segments + 1],
-            entries: Vec::with_capacity(segments),
+            entries: vec![Entry { runs: 0..0, is_consecutive: true }; segments],
             runs: Vec::with_capacity(segments),
         };
-        for of_entry in keys.chunk_by(|a, b| (a.segment, a.rank) == (b.segment, b.rank)) {
-            index.first[of_entry[0].segment + 1] += 1;
-            index.push_entry(of_entry);
+        for of_segment in keys.chunk_by(|a, b| a.0 == b.0) {
+            index.entries[of_segment[0].0] = index.push_runs(of_segment);
         }
-        // prefix sums turn the numbers of entries into first indices
-        (1..index.first.len()).for_each(|segment| index.first[segment] += index.first[segment - 1]);
         index
     }
 
-    /// Appends the entry of `keys`, which belong to one segment and one rank.
-    fn push_entry(&mut self, keys: &[KeyRun]) {
+    /// Appends the runs of `keys`, which belong to one segment.
+    fn push_runs(&mut self, keys: &[(usize, Run)]) -> Entry {
         let begin = self.runs.len();
         match keys {
             // the common case: the keys of a segment are one run
-            [KeyRun { positions, .. }] if positions.step == 1 => {
+            [(_, positions)] if positions.step == 1 => {
                 self.runs.push(SortedRun { run: *positions, before: 0 });
             }
             _ => {
-                let runs: Vec<Run> = keys.iter().map(|keys| keys.positions).collect();
+                let runs: Vec<Run> = keys.iter().map(|(_, positions)| *positions).collect();
                 let mut count = 0;
                 for run in merged(&runs) {
                     self.runs.push(SortedRun { run, before: count });
@@ -174,64 +124,25 @@ impl KeyIndex {
             }
         }
         let runs = begin..self.runs.len();
-        let is_consecutive = self.runs[runs.clone()].iter().all(|run| run.consecutive().is_some());
-        self.entries.push(Entry { rank: keys[0].rank, runs, is_consecutive });
+        let is_consecutive = self.runs[runs.clone()].iter().all(SortedRun::is_consecutive);
+        Entry { runs, is_consecutive }
+    }
+
+    /// Returns the keys of `segment` if they are in runs of consecutive positions.
+    #[inline]
+    pub(crate) fn consecutive(&self, segment: usize) -> Option<ConsecutiveKeys<'_>> {
+        let Entry { runs, is_consecutive } = &self.entries[segment];
+        is_consecutive.then(|| ConsecutiveKeys(&self.runs[runs.clone()]))
     }
 
     /// Returns the number of keys of `segment` whose positions are in `intervals`.
     pub(crate) fn count(&self, segment: usize, intervals: &[Range<i64>]) -> u64 {
-        let mut all = 0;
-        self.count_by_rank(segment, intervals, |_, count| all += count);
-        all
-    }
-
-    /// Returns the keys of `segment` if they are in runs of consecutive positions, of an index of
-    /// all ranks together.
-    #[inline]
-    pub(crate) fn consecutive(&self, segment: usize) -> Option<ConsecutiveKeys<'_>> {
-        match &self.entries[self.first[segment]..self.first[segment + 1]] {
-            [] => Some(ConsecutiveKeys(&[])),
-            [entry] if entry.is_consecutive => {
-                Some(ConsecutiveKeys(&self.runs[entry.runs.clone()]))
-            }
-            _ => None,
-        }
-    }
-
-    /// Returns the ranks with keys of `segment`, each with the positions of one of its runs, if
-    /// those of every run are consecutive.
-    pub(crate) fn consecutive_by_rank(&self, segment: usize) -> Option<Vec<(usize, Range<i64>)>> {
-        let entries = &self.entries[self.first[segment]..self.first[segment + 1]];
-        let runs = entries.iter().flat_map(|entry| {
-            let runs = &self.runs[entry.runs.clone()];
-            runs.iter().map(|sorted| Some((entry.rank, sorted.consecutive()?)))
-        });
-        runs.collect()
-    }
-
-    /// Calls `found(rank, count)` for every rank with keys of `segment`, with the number of these
-    /// keys whose positions are in `intervals`.
-    pub(crate) fn count_by_rank(
-        &self,
-        segment: usize,
-        intervals: &[Range<i64>],
-        mut found: impl FnMut(usize, u64),
-    ) {
-        for entry in &self.entries[self.first[segment]..self.first[segment + 1]] {
-            let within = |range: &Range<i64>| {
-                self.count_below(entry, range.end) - self.count_below(entry, range.start)
-            };
-            found(entry.rank, intervals.iter().map(within).sum());
-        }
-    }
-
-    /// Returns the number of keys of `entry` with positions less than `bound`.
-    fn count_below(&self, entry: &Entry, bound: i64) -> u64 {
-        let runs = &self.runs[entry.runs.clone()];
-        match runs.partition_point(|sorted| sorted.run.start < bound) {
+        let runs = &self.runs[self.entries[segment].runs.clone()];
+        let below = |bound: i64| match runs.partition_point(|sorted| sorted.run.start < bound) {
             0 => 0,
             after => runs[after - 1].before + count_below(&runs[after - 1].run, bound),
-        }
+        };
+        intervals.iter().map(|range| below(range.end) - below(range.start)).sum()
     }
 }
 

@@ -20,11 +20,9 @@ mod id_numbers;
 mod index;
 mod needs_index;
 mod position_set;
-#[cfg(test)]
-pub(crate) mod samples;
 mod strided_rows;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub(crate) use attended::ascending;
 pub(crate) use index::{ConsecutiveKeys, KeyIndex};

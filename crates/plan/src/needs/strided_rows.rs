@@ -108,12 +108,6 @@ impl SegmentNumbers {
 
     /// Returns the keys of `shard` that are not padding, and assigns numbers to their ids.
     pub(crate) fn key_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
-        self.numbered_rows(shard, batch)
-    }
-
-    /// Returns the rows of a shard of either side that are not padding, and assigns numbers to
-    /// their ids. Ids of queries have one too if there are several sets of keys.
-    pub(crate) fn numbered_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
         let of_id = &mut self.of_id;
         strided_rows(shard, batch, of_id.is_some(), |id| {
             Some(of_id.as_mut().map_or(0, |of_id| of_id.number(id)))

@@ -77,7 +77,7 @@ pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;
 pub use traffic::Traffic;
-pub use violation::{Transfer, Violation};
+pub use violation::{Violation, ViolationKind};
 pub use work::{Work, WorkMatrix};
 
 use annulus_core::{Channel, RowSet};
@@ -138,7 +138,7 @@ pub struct Step {
 ///
 /// schedule.check(&needs, true)?;
 /// let full_ring = Traffic::full_ring(&needs.held, true);
-/// assert_eq!(schedule.block_rows_sent() * 2, full_ring.block_rows);
+/// assert_eq!(schedule.sent().block_rows * 2, full_ring.block_rows);
 /// # Ok::<(), annulus_plan::Violation>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]

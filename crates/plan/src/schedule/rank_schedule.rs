@@ -1,8 +1,9 @@
 //! The steps of one rank, derived without those of the others.
 //!
-//! The sets of `mod.rs` are unions over users that are neighbours on the ring. For the owner o of
-//! step t on rank r, with n the next rank on the relay, p the previous one, and need(u) the rows of
-//! o that user u needs:
+//! The way of a block are the steps in which it is forwarded from user to user: on a relay and on
+//! rails all steps, once per node those of one node, on the direct route single steps. The sets of
+//! `mod.rs` are unions over the users of a way. For the owner o of step t on rank r, with n the next
+//! user of the way, p the previous one, and need(u) the rows of o that user u needs:
 //!
 //! ```text
 //! present(t + 1) = need(n) ∪ … ∪ need(last user)                         r sends
@@ -11,17 +12,18 @@
 //! partial(t − 1) = started(t) ∩ present(t)                                r receives
 //! partial(t)     = (started(t) ∪ need(r)) ∩ present(t + 1)                r sends
 //! ```
-//! The first user of o is the rank after o, the last user the rank before it. From one step to the
-//! next, o moves by one rank, so both unions gain one user: they are kept as positions
-//! (`UserUnion` in `needs/needs_index.rs`) and intersected with the rows of o. All steps take
-//! O(ranks + runs of all shards) time, but for a logarithm.
+//! From one step of a way to the next, the place of r on the way of o moves by one user, so both
+//! unions gain one: on the side of present the last user of the way, on that of started the first.
+//! They are kept as positions (`UserUnion` in `needs/needs_index.rs`) and intersected with the rows
+//! of o. All steps take O(ranks + runs of all shards) time, but for a logarithm.
 //!
 //! On rails ([`Route::RailsUp`]) the moves repeat with a period, the ranks of a node. Unions of
 //! steps that are a period apart differ by as many users, so there is one for each step of a
-//! period, and a user is added as often as a node has ranks. [`Route::OncePerNode`] has its own
-//! derivation (`rank_schedule/once_per_node.rs`).
+//! period, and a user is added as often as a node has ranks.
+//!
+//! The owner starts each way: it sends the rows that any user of the way needs to the first one.
 
-mod once_per_node;
+use std::{collections::BTreeMap, ops::Range};
 
 use super::{Group, Message, Route, Schedule, Step};
 use crate::{NeedsIndex, needs::UserUnion};
@@ -63,11 +65,8 @@ impl RankSchedule {
         };
         let steps = (0..ranks).map(step).collect();
         let mut builder = Builder { needs, route, rank, ranks, steps, tick };
-        match route {
-            Route::Direct => builder.direct_blocks(),
-            Route::OncePerNode { .. } => builder.node_blocks(),
-            _ => builder.relay_blocks(),
-        }
+        builder.blocks();
+        builder.own_blocks();
         if gradients {
             builder.gradients();
         }
@@ -141,34 +140,72 @@ impl Builder<'_> {
         self.route.user(owner, step % self.ranks, self.ranks)
     }
 
-    /// Returns one empty union for each step of a period.
+    /// Returns one empty union for each step of a period of rails.
     fn no_users(&self) -> Vec<UserUnion> {
-        (0..self.route.period(self.ranks)).map(|_| self.needs.no_users()).collect()
+        let period = if self.route.is_relay() { self.route.period(self.ranks) } else { 1 };
+        (0..period).map(|_| self.needs.no_users()).collect()
     }
 
-    /// Adds the users after step `step` of the block of `owner`, the one of that step on some rank,
-    /// to the union of those after step `step` + period.
-    fn add_later_users(&self, unions: &mut [UserUnion], owner: usize, step: usize) {
-        let period = self.route.period(self.ranks);
-        for later in (step + 1).max(self.ranks.saturating_sub(period))..self.ranks {
-            let user = self.route.user(owner, later, self.ranks);
-            self.needs.add_user(&mut unions[step % period], user);
+    /// Turns a union of the users after a later step of the way into that of the users after step
+    /// `step`, of the block of `rank`.
+    fn add_later_users(&self, unions: &mut [UserUnion], rank: usize, step: usize) {
+        let way = self.route.way(step, self.ranks);
+        let last = way.end.saturating_sub(unions.len());
+        let is_first = step >= last;
+        self.add_users(unions, rank, step, last.max(step + 1)..way.end, is_first);
+    }
+
+    /// Turns a union of the users before an earlier step of the way into that of the users before
+    /// step `step`, of the block of this rank.
+    fn add_earlier_users(&self, unions: &mut [UserUnion], step: usize) {
+        let way = self.route.way(step, self.ranks);
+        let first = way.start + unions.len();
+        self.add_users(unions, self.rank, step, way.start..first.min(step), step < first);
+    }
+
+    /// Adds the users of the steps `added` of the block that `rank` has in step `step`, to no users
+    /// if `is_first`.
+    fn add_users(
+        &self,
+        unions: &mut [UserUnion],
+        rank: usize,
+        step: usize,
+        added: Range<usize>,
+        is_first: bool,
+    ) {
+        let owner = self.route.owner(rank, step, self.ranks);
+        let index = step % unions.len();
+        if is_first {
+            unions[index] = self.needs.no_users();
+        }
+        for step in added {
+            let user = self.route.user(owner, step, self.ranks);
+            self.needs.add_user(&mut unions[index], user);
         }
     }
 
-    /// Derives the blocks of a relay, from the last step to the first.
-    fn relay_blocks(&mut self) {
-        let period = self.route.period(self.ranks);
+    /// Returns the rows of `owner` that users after step `step` need, of the unions of that step.
+    fn later_rows(&self, unions: &[UserUnion], owner: usize, step: usize) -> RowSet {
+        if self.route.forwards(step + 1, self.ranks) {
+            self.needs.rows_of_union(&unions[step % unions.len()], owner)
+        } else {
+            RowSet::new()
+        }
+    }
+
+    /// Derives the blocks that are received and forwarded, from the last step to the first.
+    fn blocks(&mut self) {
         let mut later_users = self.no_users();
         for step in (0..self.ranks).rev() {
             let owner = self.owner(step);
-            self.add_later_users(&mut later_users, owner, step);
-            let sent = self.needs.rows_of_union(&later_users[step % period], owner);
+            self.add_later_users(&mut later_users, self.rank, step);
+            let sent = self.later_rows(&later_users, owner, step);
             if step > 0 {
                 let rows = self.needs.rows(self.rank, owner).union(&sent);
-                let previous = self.holder(owner, step - 1);
+                let is_forwarded = self.route.forwards(step, self.ranks);
+                let from = if is_forwarded { self.holder(owner, step - 1) } else { owner };
                 let receives = &mut self.steps[step - 1].before.receives;
-                push(receives, previous, Channel::Kv, owner, rows.clone());
+                push(receives, from, Channel::Kv, owner, rows.clone());
                 self.steps[step].rows = rows;
             }
             let next = self.holder(owner, step + 1);
@@ -177,27 +214,26 @@ impl Builder<'_> {
         }
     }
 
-    /// Derives the blocks of the direct route.
-    fn direct_blocks(&mut self) {
-        for step in 1..self.ranks {
-            let owner = self.owner(step);
-            let user = self.user(step);
-            let rows = self.needs.rows(self.rank, owner);
-            let before = &mut self.steps[step - 1].before;
-            push(&mut before.receives, owner, Channel::Kv, owner, rows.clone());
-            let sent = self.needs.rows(user, self.rank);
-            push(&mut before.sends, user, Channel::Kv, self.rank, sent);
-            self.steps[step].rows = rows;
+    /// Derives the blocks of this rank's rows that start a way after step 0.
+    fn own_blocks(&mut self) {
+        for step in (1..self.ranks).filter(|&step| !self.route.forwards(step, self.ranks)) {
+            let first = self.user(step);
+            let way = self.route.way(step, self.ranks);
+            let rows = if way.len() == 1 {
+                self.needs.rows(first, self.rank)
+            } else {
+                let mut users = self.needs.no_users();
+                way.for_each(|step| self.needs.add_user(&mut users, self.user(step)));
+                self.needs.rows_of_union(&users, self.rank)
+            };
+            push(&mut self.steps[step - 1].before.sends, first, Channel::Kv, self.rank, rows);
             (self.tick)();
         }
     }
 
     /// Derives the gradients from the blocks.
     fn gradients(&mut self) {
-        match self.route {
-            Route::OncePerNode { .. } => self.node_gradients(),
-            _ => self.sent_gradients(),
-        }
+        self.sent_gradients();
         self.received_final_gradients();
         // as the builder of all ranks: messages of lower owners come first
         for step in &mut self.steps {
@@ -207,33 +243,28 @@ impl Builder<'_> {
 
     /// Derives the partial gradients, and the final gradients that this rank sends.
     fn sent_gradients(&mut self) {
-        let period = self.route.period(self.ranks);
         let mut earlier_users = self.no_users();
         for step in 1..self.ranks {
             let owner = self.owner(step);
             let needed = self.needs.rows(self.rank, owner);
-            let mut later = RowSet::new();
-            if self.route.is_relay() {
-                let earlier_users = &mut earlier_users[step % period];
-                for earlier in 1..step.min(period + 1) {
-                    let user = self.route.user(owner, earlier, self.ranks);
-                    self.needs.add_user(earlier_users, user);
-                }
-                let started = self.needs.rows_of_union(earlier_users, owner);
-                let previous = self.holder(owner, step - 1);
-                let next = self.holder(owner, step + 1);
-                let received = started.intersection(&self.steps[step].rows);
-                let receives = &mut self.steps[step - 1].after.receives;
-                push(receives, previous, Channel::PartialGrad, owner, received);
-                if let Some(sent) = self.steps[step].before.sends.first() {
-                    later.clone_from(&sent.rows);
-                }
-                let partial = started.union(&needed).intersection(&later);
-                let sends = &mut self.steps[step].after.sends;
-                push(sends, next, Channel::PartialGrad, owner, partial);
+            self.add_earlier_users(&mut earlier_users, step);
+            let mut started = RowSet::new();
+            if self.route.forwards(step, self.ranks) {
+                let users = &earlier_users[step % earlier_users.len()];
+                started = self.needs.rows_of_union(users, owner);
             }
-            let last = needed.difference(&later);
-            push(&mut self.steps[step].after.sends, owner, Channel::FinalGrad, owner, last);
+            let current = &self.steps[step];
+            let received = started.intersection(&current.rows);
+            let forwarded = current.before.sends.iter().find(|sent| sent.owner == owner);
+            let later = forwarded.map(|sent| sent.rows.clone()).unwrap_or_default();
+            let partial = started.union(&needed).intersection(&later);
+            let previous = self.holder(owner, step - 1);
+            let receives = &mut self.steps[step - 1].after.receives;
+            push(receives, previous, Channel::PartialGrad, owner, received);
+            let next = self.holder(owner, step + 1);
+            let sends = &mut self.steps[step].after.sends;
+            push(sends, next, Channel::PartialGrad, owner, partial);
+            push(sends, owner, Channel::FinalGrad, owner, needed.difference(&later));
             (self.tick)();
         }
     }
@@ -261,69 +292,31 @@ impl Builder<'_> {
 
     /// Returns, for every step, true if its block is the last of its receiver and is not forwarded.
     fn sends_last_block(&mut self) -> Vec<bool> {
+        let mut last_blocks: BTreeMap<usize, Option<usize>> = BTreeMap::new();
         let mut is_last = vec![false; self.ranks];
-        let sends = |step: &Step| !step.before.sends.is_empty();
-        if let Route::OncePerNode { .. } = self.route {
-            self.mark_last_blocks_of_nodes(&mut is_last);
-        } else if !self.route.is_relay() {
-            for step in (0..self.ranks).filter(|&step| sends(&self.steps[step])) {
-                is_last[step] = self.is_last_of_user(step + 1);
-                (self.tick)();
-            }
-        } else if self.route.period(self.ranks) > 1 {
-            self.mark_last_blocks(&mut is_last);
-        } else if let Some(step) = self.steps.iter().rposition(sends) {
-            // all blocks of the next rank come from this one
-            let owner = self.owner(step);
-            let mut users = self.needs.no_users();
-            for later in step + 2..self.ranks {
-                self.needs.add_user(&mut users, self.route.user(owner, later, self.ranks));
-            }
-            is_last[step] = self.needs.rows_of_union(&users, owner).is_empty();
+        for (step, is_last) in is_last.iter_mut().enumerate() {
+            // a rank sends at most one block in a step
+            let Some(sent) = self.steps[step].before.sends.first() else { continue };
+            let receiver = sent.peer;
+            let last = last_blocks.entry(receiver).or_insert_with(|| self.last_block_of(receiver));
+            *is_last = *last == Some(step + 1);
         }
         is_last
     }
 
-    /// Marks the steps in which this rank sends the last block of a receiver on rails: of the next
-    /// rank in the node, and of the one on the next node.
-    fn mark_last_blocks(&mut self, is_last: &mut [bool]) {
-        let mut receivers: Vec<usize> = [0, self.route.period(self.ranks) - 1]
-            .into_iter()
-            .filter(|&step| step + 1 < self.ranks)
-            .map(|step| self.holder(self.owner(step), step + 1))
-            .collect();
-        receivers.dedup();
-        for receiver in receivers {
-            let Some(step) = self.last_block_of(receiver) else { continue };
-            let owner = self.route.owner(receiver, step, self.ranks);
-            is_last[step - 1] |= self.holder(owner, step - 1) == self.rank;
-        }
-    }
-
-    /// Returns the step in which `rank` has its last block on a relay, if it does not forward it.
+    /// Returns the step in which `rank` has its last block, if it does not forward it.
     fn last_block_of(&mut self, rank: usize) -> Option<usize> {
-        let period = self.route.period(self.ranks);
         let mut later_users = self.no_users();
         for step in (1..self.ranks).rev() {
             let owner = self.route.owner(rank, step, self.ranks);
-            self.add_later_users(&mut later_users, owner, step);
-            let sends = !self.needs.rows_of_union(&later_users[step % period], owner).is_empty();
-            if sends || !self.needs.rows(rank, owner).is_empty() {
-                return (!sends).then_some(step);
+            self.add_later_users(&mut later_users, rank, step);
+            let forwards = !self.later_rows(&later_users, owner, step).is_empty();
+            if forwards || !self.needs.rows(rank, owner).is_empty() {
+                return (!forwards).then_some(step);
             }
             (self.tick)();
         }
         None
-    }
-
-    /// Returns true if the user of this rank's rows in step `step` needs no rows of the owners of
-    /// its later steps, on the direct route.
-    fn is_last_of_user(&self, step: usize) -> bool {
-        let user = self.user(step);
-        let mut later = (step + 1..self.ranks).rev();
-        later.all(|later| {
-            self.needs.rows(user, self.route.owner(user, later, self.ranks)).is_empty()
-        })
     }
 }
 

@@ -34,6 +34,8 @@
 //! sends the sum of its node to the owner. So a row, and its gradient, cross once between two
 //! nodes.
 
+use std::ops::Range;
+
 /// Path of blocks from their owner to the ranks that need them. Ranks are ring indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Route {
@@ -113,6 +115,14 @@ impl Route {
             Some(node_ranks) if self.fits(ranks) => node_ranks,
             _ => 1,
         }
+    }
+
+    /// Returns the steps of the way that a block is on in step `step`, on which it is forwarded from
+    /// user to user. The owner, which has the block in step 0, is no user.
+    pub(super) const fn way(self, step: usize, ranks: usize) -> Range<usize> {
+        let steps = if self.is_relay() { ranks } else { self.period(ranks) };
+        let first = step / steps * steps;
+        if first == 0 { 1..steps } else { first..first + steps }
     }
 
     /// Returns the ranks of a node of a route that depends on nodes.

@@ -75,14 +75,10 @@ impl Schedule {
     /// Returns the rows that `rank` sends; none if it is outside the ring.
     pub fn sent_by(&self, rank: usize) -> Traffic {
         let mut traffic = Traffic::default();
-        for message in self
-            .steps
-            .get(rank)
-            .into_iter()
-            .flatten()
-            .flat_map(|step| step.before.sends.iter().chain(&step.after.sends))
-        {
-            traffic.add(message.channel, &message.rows);
+        for step in self.steps.get(rank).into_iter().flatten() {
+            for message in step.before.sends.iter().chain(&step.after.sends) {
+                traffic.add(message.channel, &message.rows);
+            }
         }
         traffic
     }
@@ -90,26 +86,5 @@ impl Schedule {
     /// Returns the rows that all ranks send.
     pub fn sent(&self) -> Traffic {
         (0..self.steps.len()).map(|rank| self.sent_by(rank)).sum()
-    }
-
-    /// Returns the block rows that all ranks send.
-    pub fn block_rows_sent(&self) -> u128 {
-        self.sent().block_rows
-    }
-
-    /// Returns the rows of partial and final gradients that all ranks send.
-    pub fn gradient_rows_sent(&self) -> u128 {
-        self.sent().gradient_rows()
-    }
-
-    /// Returns the number of steps in which some rank sends a block, at most ranks − 1.
-    pub fn hops(&self) -> usize {
-        (0..self.steps.len())
-            .filter(|&t| {
-                self.steps
-                    .iter()
-                    .any(|steps| steps.get(t).is_some_and(|step| !step.before.sends.is_empty()))
-            })
-            .count()
     }
 }

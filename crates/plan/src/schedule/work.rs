@@ -1,5 +1,7 @@
 //! Visible pairs of each rank, and the load balance of a layout.
 
+use std::sync::Arc;
+
 use super::Route;
 use crate::{
     RingShards,
@@ -50,7 +52,7 @@ impl Work {
         let mut pairs = vec![0u128; shards.q.len()];
         for batch in distinct.batches() {
             let mut segments = SegmentNumbers::new(shards);
-            let keys = KeyIndex::of_all_ranks(shards, batch, &mut segments);
+            let keys = KeyIndex::of_batch(shards, batch, &mut segments);
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
@@ -98,7 +100,7 @@ impl Work {
 
 /// Counts the pairs of `rows` in one batch row and head: in closed form, or from every `stride`-th
 /// query, which represents the queries up to the next.
-pub(super) fn sampled_pairs(
+fn sampled_pairs(
     mask: &dyn Mask,
     [batch, head]: [usize; 2],
     keys: &KeyIndex,
@@ -109,11 +111,13 @@ pub(super) fn sampled_pairs(
     let band = mask.band(batch, head);
     let counted = band.and_then(|band| closed_form(&band, keys, rows.segment, &rows.positions));
     counted.unwrap_or_else(|| {
-        let each = |queries, index| {
+        let mut sum = 0;
+        for_each_sample(rows.count, stride, tick, |queries, index| {
             let bound = mask.bound(&rows.query(batch, head, index));
-            u128::from(keys.count(rows.segment, bound.ranges())) * queries
-        };
-        sum_of_queries(rows.count, stride, each, tick)
+            let keys = keys.count(rows.segment, bound.ranges());
+            sum += u128::from(keys) * u128::from(queries);
+        });
+        sum
     })
 }
 
@@ -167,37 +171,9 @@ fn closed_form_of_runs(band: &Band, keys: &ConsecutiveKeys<'_>, positions: &Run)
     band.has_closed_form().then(|| (0..positions.count).map(of_query).sum())
 }
 
-/// As [`closed_form`], of the keys of each rank, of which a rank may have several runs.
-fn pairs_by_rank(
-    mask: &dyn Mask,
-    batch: usize,
-    head: usize,
-    keys: &KeyIndex,
-    rows: &StridedRows,
-) -> Option<Vec<(usize, u128)>> {
-    let keys = keys.consecutive_by_rank(rows.segment)?;
-    let band = mask.band(batch, head)?;
-    let positions = ascending(&rows.positions);
-    let count = |(owner, keys): &(usize, _)| Some((*owner, band.count_pairs(&positions, keys)?));
-    keys.iter().map(count).collect()
-}
-
-/// Sums `pairs(queries, index)` over every `stride`-th of `count` queries, which represents
-/// `queries` of them.
-fn sum_of_queries(
-    count: u64,
-    stride: usize,
-    mut pairs: impl FnMut(u128, u64) -> u128,
-    tick: &mut dyn FnMut(),
-) -> u128 {
-    let mut sum = 0;
-    for_each_sample(count, stride, tick, |queries, index| sum += pairs(queries.into(), index));
-    sum
-}
-
 /// Calls `found(queries, index)` for every `stride`-th of `count` queries, which represents
 /// `queries` of them, and `tick` after every few.
-pub(super) fn for_each_sample(
+fn for_each_sample(
     count: u64,
     stride: usize,
     tick: &mut dyn FnMut(),
@@ -219,33 +195,13 @@ pub struct WorkMatrix {
 }
 
 impl WorkMatrix {
-    /// Counts the pairs as [`Work::of`]. The time is O(ranks² · runs of a rank) for masks with a
-    /// [`Band`] over runs of consecutive keys, and O(rows · ranks) for others.
+    /// Counts the pairs as [`Work::of`], of the keys of one rank after another.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
-        let distinct = DistinctMasks::new(mask, heads, batch, shards);
-        let repeats = u128::from(distinct.repeats());
-        let mut pairs = vec![vec![0u128; shards.kv.len()]; shards.q.len()];
-        for batch in distinct.batches() {
-            let mut segments = SegmentNumbers::new(shards);
-            let keys = KeyIndex::by_rank(shards, batch, &mut segments);
-            for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
-                for rows in segments.query_rows(shard, batch) {
-                    for head in distinct.heads() {
-                        if let Some(counted) = pairs_by_rank(mask, batch, head, &keys, &rows) {
-                            for (owner, count) in counted {
-                                pairs[owner] += count * repeats;
-                            }
-                            continue;
-                        }
-                        for index in 0..rows.count {
-                            let bound = mask.bound(&rows.query(batch, head, index));
-                            keys.count_by_rank(rows.segment, bound.ranges(), |owner, keys| {
-                                pairs[owner] += u128::from(keys) * repeats;
-                            });
-                        }
-                    }
-                }
-            }
+        let mut pairs = vec![Vec::with_capacity(shards.kv.len()); shards.q.len()];
+        for keys in &shards.kv {
+            let of_owner = RingShards { q: shards.q.clone(), kv: vec![Arc::clone(keys)] };
+            let work = Work::of(mask, heads, batch, &of_owner);
+            pairs.iter_mut().zip(work.pairs).for_each(|(pairs, count)| pairs.push(count));
         }
         Self { pairs }
     }

@@ -5,7 +5,7 @@
 //! contributions the partial gradient contains.
 
 use super::super::{Schedule, Step};
-use super::{Transfer, Violation};
+use super::{MessageEnd, Violation, ViolationKind};
 use crate::Needs;
 use annulus_core::{Channel, RowSet};
 
@@ -25,7 +25,13 @@ pub(super) fn check(schedule: &Schedule, needs: &Needs, owner: usize) -> Result<
         let step = &schedule.steps[rank][t];
         sums.send(rank, t, step, users.get(t + 1).copied())?;
         let first_kept = sums.first_unsent(step);
-        kept = kept.or(first_kept.map(|row| Violation::Kept { rank, step: t, owner, row }));
+        let of_row = |row| {
+            let what = format!(
+                "rank {rank} does not send the gradient of rank {owner}'s row {row} in step {t}"
+            );
+            Violation::new(ViolationKind::Kept, what)
+        };
+        kept = kept.or(first_kept.map(of_row));
         sums.advance();
     }
     sums.check_owner(needs, &users)?;
@@ -71,9 +77,10 @@ impl<'a> PartialSums<'a> {
         next_user: Option<usize>,
     ) -> Result<(), Violation> {
         for message in &step.after.sends {
-            let sent = || Transfer::sent(rank, t, message);
+            let sent = MessageEnd::sent(rank, t, message);
             if message.owner != self.owner || !step.rows.contains_all(&message.rows) {
-                return Err(Violation::NotHeld(sent()));
+                let what = "rows sent by a rank that does not have them";
+                return Err(sent.violation(ViolationKind::NotHeld, what));
             }
             let (expected, target) = if message.channel == Channel::PartialGrad {
                 (next_user, &mut self.next)
@@ -81,14 +88,17 @@ impl<'a> PartialSums<'a> {
                 (Some(self.owner), &mut self.reached_owner)
             };
             if expected != Some(message.peer) {
-                return Err(Violation::Misdelivered(sent()));
+                let what = "gradient for another rank than the next one";
+                return Err(sent.violation(ViolationKind::Misdelivered, what));
             }
             for interval in self.intervals.within(&message.rows) {
                 if self.partial.is_empty(interval) {
-                    return Err(Violation::NoContribution(sent()));
+                    let what = "gradient without contributions";
+                    return Err(sent.violation(ViolationKind::NoContribution, what));
                 }
                 if !target.unite(interval, self.partial.of(interval)) {
-                    return Err(Violation::CountedTwice(sent()));
+                    let what = "contribution sent twice";
+                    return Err(sent.violation(ViolationKind::CountedTwice, what));
                 }
             }
         }
@@ -122,12 +132,13 @@ impl<'a> PartialSums<'a> {
         }
         let differs = |&interval: &usize| expected.of(interval) != self.reached_owner.of(interval);
         (0..intervals.count()).find(differs).map_or(Ok(()), |interval| {
-            Err(Violation::Contributions {
-                owner: self.owner,
-                row: intervals.first_row(interval),
-                got: self.reached_owner.count(interval),
-                want: expected.count(interval),
-            })
+            let (owner, row) = (self.owner, intervals.first_row(interval));
+            let [got, want] = [&self.reached_owner, &expected].map(|of| of.count(interval));
+            let what = format!(
+                "the owner of row {row}, rank {owner}, receives {got} contributions, \
+                 expected {want}"
+            );
+            Err(Violation::new(ViolationKind::Contributions, what))
         })
     }
 }

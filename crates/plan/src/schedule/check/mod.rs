@@ -10,7 +10,10 @@
 mod gradients;
 mod order;
 
-use super::{Schedule, Step, violation::Transfer, violation::Violation};
+use super::{
+    Schedule, Step,
+    violation::{MessageEnd, Violation, ViolationKind},
+};
 use crate::Needs;
 use annulus_core::{Channel, RowSet};
 
@@ -44,16 +47,23 @@ impl Schedule {
     fn check_shape(&self, needs: &Needs) -> Result<(), Violation> {
         let ranks = needs.held.len();
         if self.steps.len() != ranks {
-            return Err(Violation::Ranks { schedule: self.steps.len(), needs: ranks });
+            let got = self.steps.len();
+            let what = format!("the schedule has {got} ranks, the needs have {ranks}");
+            return Err(Violation::new(ViolationKind::Ranks, what));
         }
         for (rank, steps) in self.steps.iter().enumerate() {
             if steps.len() != ranks {
-                return Err(Violation::Steps { rank, steps: steps.len(), ranks });
+                let what = format!("rank {rank} has {} steps, expected {ranks}", steps.len());
+                return Err(Violation::new(ViolationKind::Steps, what));
             }
             for (step, &Step { owner, .. }) in steps.iter().enumerate() {
                 let want = self.route.owner(rank, step, ranks);
                 if owner != want {
-                    return Err(Violation::Owner { rank, step, owner, want });
+                    let what = format!(
+                        "rank {rank} computes on the block of rank {owner} in step {step}, \
+                         expected that of rank {want}"
+                    );
+                    return Err(Violation::new(ViolationKind::Owner, what));
                 }
             }
         }
@@ -62,16 +72,16 @@ impl Schedule {
 
     /// Checks that each message is well formed and in a group for its channel.
     fn check_messages(&self, needs: &Needs, gradients: bool) -> Result<(), Violation> {
-        for end in self.messages() {
+        for (before_tiles, end) in self.messages() {
             let message = end.message;
             let held = needs.held.get(message.owner).copied().unwrap_or(0);
             let no_such_rows = message.rows.ranges().last().is_none_or(|last| last.end > held);
             if message.peer == end.rank || message.peer >= self.steps.len() || no_such_rows {
-                return Err(Violation::Malformed(end.transfer()));
+                return Err(end.violation(ViolationKind::Malformed, "malformed message"));
             }
             let is_block = message.channel == Channel::Kv;
-            if end.before_tiles != is_block || !(gradients || end.before_tiles) {
-                return Err(Violation::Group(end.transfer()));
+            if before_tiles != is_block || !(gradients || before_tiles) {
+                return Err(end.violation(ViolationKind::Group, "message in the wrong group"));
             }
         }
         Ok(())
@@ -87,26 +97,27 @@ impl Schedule {
         for (t, step) in steps.iter().enumerate() {
             let mut arrived = if t == 0 { RowSet::all(needs.held[rank]) } else { RowSet::new() };
             for message in t.checked_sub(1).into_iter().flat_map(|t| &steps[t].before.receives) {
-                let transfer = || Transfer::received(rank, t - 1, message);
+                let received = MessageEnd::received(rank, t - 1, message);
                 if message.owner != step.owner || !message.rows.intersection(&arrived).is_empty() {
-                    return Err(Violation::Misdelivered(transfer()));
+                    let what = "message that the next step does not use";
+                    return Err(received.violation(ViolationKind::Misdelivered, what));
                 }
                 let forwarded = step.before.sends.iter().filter(|sent| sent.owner == message.owner);
                 let used = forwarded.fold(needs.of(rank, message.owner).clone(), |used, sent| {
                     used.union(&sent.rows)
                 });
                 if !used.contains_all(&message.rows) {
-                    return Err(Violation::Needless(transfer()));
+                    let what = "rows sent that no rank needs";
+                    return Err(received.violation(ViolationKind::Needless, what));
                 }
                 arrived = arrived.union(&message.rows);
             }
             if step.rows != arrived {
-                return Err(Violation::Present {
-                    rank,
-                    step: t,
-                    attended: step.rows.clone(),
-                    arrived,
-                });
+                let (attended, arrived) = (step.rows.ranges(), arrived.ranges());
+                let what = format!(
+                    "rank {rank} computes on rows {attended:?} in step {t}, but {arrived:?} arrived"
+                );
+                return Err(Violation::new(ViolationKind::Present, what));
             }
             attended[step.owner] = &step.rows;
             for message in &step.before.sends {
@@ -115,21 +126,25 @@ impl Schedule {
                     .into_iter()
                     .find(|&(owner, _)| owner == message.owner);
                 if !held.map_or(&no_rows, |(_, rows)| rows).contains_all(&message.rows) {
-                    return Err(Violation::NotHeld(Transfer::sent(rank, t, message)));
+                    let what = "rows sent by a rank that does not have them";
+                    let sent = MessageEnd::sent(rank, t, message);
+                    return Err(sent.violation(ViolationKind::NotHeld, what));
                 }
             }
         }
         if let Some(message) = steps.last().and_then(|step| step.before.receives.first()) {
-            return Err(Violation::Misdelivered(Transfer::received(
-                rank,
-                steps.len() - 1,
-                message,
-            )));
+            let received = MessageEnd::received(rank, steps.len() - 1, message);
+            let what = "message after the last step";
+            return Err(received.violation(ViolationKind::Misdelivered, what));
         }
         for (owner, attended) in attended.iter().enumerate() {
             let missing = needs.of(rank, owner).difference(attended);
             if !missing.is_empty() {
-                return Err(Violation::Missing { user: rank, owner, missing });
+                let missing = missing.ranges();
+                let what = format!(
+                    "rank {rank} never receives rows {missing:?} of rank {owner}, which it needs"
+                );
+                return Err(Violation::new(ViolationKind::Missing, what));
             }
         }
         Ok(())

@@ -9,8 +9,8 @@
 
 use std::{cmp::Ordering, collections::VecDeque};
 
-use super::super::{Message, Schedule, violation::MessageEnd};
-use super::{Transfer, Violation};
+use super::super::{Message, Schedule};
+use super::{MessageEnd, Violation, ViolationKind};
 use annulus_core::Channel;
 
 pub(super) fn check(schedule: &Schedule) -> Result<(), Violation> {
@@ -20,14 +20,16 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Violation> {
 
 /// Checks that sends and receives of the same rows are equally many.
 fn check_pairs(schedule: &Schedule) -> Result<(), Violation> {
-    let mut ends: Vec<MessageEnd<'_>> = schedule.messages().collect();
+    let mut ends: Vec<MessageEnd<'_>> = schedule.messages().map(|(_, end)| end).collect();
     ends.sort_by(compare_ends);
     for same in ends.chunk_by(|a, b| compare_ends(a, b).is_eq()) {
         let sends = same.iter().filter(|end| end.is_send).count();
         let receives = same.len() - sends;
         if sends != receives {
             let unpaired = same.iter().find(|end| end.is_send == (sends > receives));
-            return unpaired.map_or(Ok(()), |end| Err(Violation::Unpaired(end.transfer())));
+            let what = "message without its send or receive";
+            let violation = |end: &MessageEnd<'_>| end.violation(ViolationKind::Unpaired, what);
+            return unpaired.map_or(Ok(()), |end| Err(violation(end)));
         }
     }
     Ok(())
@@ -94,7 +96,12 @@ fn check_progress(schedule: &Schedule) -> Result<(), Violation> {
         }
     }
     match (0..ranks).find(|&rank| open[rank] > 0) {
-        Some(rank) => Err(Violation::CyclicWait { rank, step: (next[rank] - 1) / 2 }),
+        Some(rank) => {
+            let step = (next[rank] - 1) / 2;
+            let what =
+                format!("deadlock: rank {rank} and its peers wait for each other in step {step}");
+            Err(Violation::new(ViolationKind::CyclicWait, what))
+        }
         None => Ok(()),
     }
 }
@@ -107,11 +114,12 @@ fn check_match(
     at_receiver: usize,
     receive: &Message,
 ) -> Result<(), Violation> {
-    let transfer = || Transfer::sent(from, at_sender / 2, send);
+    let sent = MessageEnd::sent(from, at_sender / 2, send);
     if (send.channel, send.owner, &send.rows) != (receive.channel, receive.owner, &receive.rows) {
-        Err(Violation::Overtaken(transfer()))
+        Err(sent.violation(ViolationKind::Overtaken, "messages are matched in the wrong order"))
     } else if at_sender != at_receiver {
-        Err(Violation::GroupMismatch(transfer()))
+        let what = "send and receive are in different groups";
+        Err(sent.violation(ViolationKind::GroupMismatch, what))
     } else {
         Ok(())
     }

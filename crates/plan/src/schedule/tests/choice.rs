@@ -17,8 +17,8 @@ proptest! {
         let mut pairs = vec![vec![0u128; ranks]; ranks];
         problem.pairs(|query_rank, _, key_rank, _| pairs[query_rank][key_rank] += 1);
         let samples::Problem { mask, heads, batch, shards } = &problem;
-        let work = Work::of(mask, *heads, *batch, shards);
-        let matrix = WorkMatrix::of(mask, *heads, *batch, shards);
+        let work = Work::of(&**mask, *heads, *batch, shards);
+        let matrix = WorkMatrix::of(&**mask, *heads, *batch, shards);
         prop_assert_eq!(&matrix.pairs, &pairs);
         prop_assert_eq!(work.total(), pairs.iter().flatten().sum::<u128>());
         for route in Route::ALL {
@@ -139,7 +139,7 @@ fn the_choice_follows_its_rule() {
                     let needs = Needs::of_queries(&*spec.mask, 4, 2, &shards);
                     let imbalance = Work::of(&*spec.mask, 4, 2, &shards).max_over_mean();
                     Route::ALL.map(|route| {
-                        let rows = Schedule::build(&needs, route, false).block_rows_sent();
+                        let rows = Schedule::build(&needs, route, false).sent().block_rows;
                         (layout.clone(), route, rows, imbalance)
                     })
                 })
@@ -245,7 +245,7 @@ fn every_rank_of_a_node_sends_as_many_rows_to_the_next_node() {
     let shards = samples::plain(16 * ranks, &Layout::Zigzag, ranks);
     let causal = needs(&mask::Causal::default(), &shards);
     let [relay, rails] = [Route::RelayDown, Route::RailsDown { node_ranks: size }];
-    let all = |route| Schedule::build(&causal, route, false).block_rows_sent();
+    let all = |route| Schedule::build(&causal, route, false).sent().block_rows;
     let sum = |route| between(&causal, route).iter().sum::<u64>();
     let most = |route| between(&causal, route).into_iter().max().unwrap();
     assert!(sum(rails) <= sum(relay), "{} {}", sum(rails), sum(relay));

@@ -1,17 +1,16 @@
-//! The checker is applied to all schedules, and is itself tested with mutated schedules. Bytes are
-//! compared with an enumeration of rows.
+//! The checker is applied to all schedules, and is itself tested with mutated schedules. Schedules
+//! and sums are compared with a derivation from pairs of rows.
 
 mod balanced;
-mod bytes;
 mod choice;
 mod mutations;
 mod naive;
 mod proof;
-mod streaming;
+mod sums;
 
 use std::sync::Arc;
 
-use crate::{Layout, Needs, RingShards, Route, needs::samples};
+use crate::{Layout, Needs, RingShards, Route, needs::tests::samples};
 use annulus_core::{Mask, RowSet, mask};
 
 const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];

@@ -1,13 +1,13 @@
 //! The steps that a rank derives, compared with a derivation that knows only pairs of rows: every
 //! visible pair is enumerated, and each row of an owner follows its route by itself.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use proptest::prelude::*;
 
-use super::{routes, samples};
+use super::{LAYOUTS, masks, samples, some_routes};
 use crate::{Group, Message, NeedsIndex, RankSchedule, RingTraffic, Route, Schedule, Step};
-use annulus_core::{Channel, RowSet};
+use annulus_core::{Channel, Mask, RowSet, mask};
 
 /// (user, owner, local row of the owner) of every pair of a row and a rank that needs it.
 struct NaiveNeeds {
@@ -104,11 +104,11 @@ fn group_of(step: &mut Step, channel: Channel) -> &mut Group {
     }
 }
 
-/// Compares what each rank derives with the naive derivation, on the routes of these numbers.
-fn compare(naive: &NaiveNeeds, index: &NeedsIndex<'_>, chosen: &[prop::sample::Index]) {
+/// Compares with the naive derivation on some routes: the schedule of all ranks, what each rank
+/// derives, and the sums over ranks.
+fn compare(naive: &NaiveNeeds, index: &NeedsIndex<'_>, routes: impl Iterator<Item = Route>) {
     let ranks = naive.held.len();
-    let all: Vec<Route> = routes(ranks).collect();
-    for route in chosen.iter().map(|index| *index.get(&all)) {
+    for route in routes {
         for gradients in [true, false] {
             let want = naive.schedule(route, gradients);
             assert_eq!(Schedule::build(&index.to_needs(), route, gradients), want, "{route:?}");
@@ -120,25 +120,68 @@ fn compare(naive: &NaiveNeeds, index: &NeedsIndex<'_>, chosen: &[prop::sample::I
                 let traffic = RingTraffic::of(index, route, &mut || ());
                 let sent: Vec<_> = (0..ranks).map(|rank| want.sent_by(rank)).collect();
                 assert_eq!(traffic.of_rank, sent, "{route:?}");
+                assert_eq!(traffic.total(), want.sent(), "{route:?}");
+                let sends = |&t: &usize| want.steps.iter().any(|of| !of[t].before.sends.is_empty());
+                assert_eq!(traffic.hops, (0..ranks).filter(sends).count(), "{route:?}");
             }
         }
     }
 }
 
+/// Requires that the route with the fewest block rows is found, the first of equal ones.
+fn compare_cheapest(naive: &NaiveNeeds, index: &NeedsIndex<'_>) {
+    let sent = Route::ALL.map(|route| (route, naive.schedule(route, false).sent().block_rows));
+    let least = sent.iter().map(|&(_, rows)| rows).min().unwrap_or_default();
+    let first = sent.into_iter().find(|&(_, rows)| rows == least);
+    let cheapest = |limit| Route::cheapest(index, limit, &mut || ());
+    assert_eq!((cheapest(u128::MAX), cheapest(least)), (first, first));
+    assert_eq!(least.checked_sub(1).and_then(cheapest), None);
+}
+
+/// Compares the needs of queries and of keys of a problem on the routes that `is_chosen` selects.
+fn compare_problem(problem: &samples::Problem, is_chosen: impl Fn(usize) -> bool) {
+    let samples::Problem { mask, heads, batch, shards } = problem;
+    let [of_queries, of_keys] = NaiveNeeds::of(problem);
+    let chosen =
+        || some_routes(shards.q.len()).enumerate().filter(|(number, _)| is_chosen(*number));
+    let index = NeedsIndex::of_queries(&**mask, *heads, *batch, shards, &mut || ());
+    compare(&of_queries, &index, chosen().map(|(_, route)| route));
+    compare_cheapest(&of_queries, &index);
+    let index = NeedsIndex::of_keys(&**mask, *heads, *batch, shards, &mut || ());
+    compare(&of_keys, &index, chosen().map(|(_, route)| route));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
-    /// Masks × layouts × documents × routes, on up to 64 ranks.
+    /// Masks × layouts × documents, on up to 64 ranks and two routes.
     #[test]
     fn plans_of_up_to_64_ranks_are_those_of_all_pairs(
         problem in samples::problems_of(64, 70),
-        routes in prop::collection::vec(any::<prop::sample::Index>(), 2),
+        first in 0usize..5,
     ) {
-        let samples::Problem { mask, heads, batch, shards } = &problem;
-        let [of_queries, of_keys] = NaiveNeeds::of(&problem);
-        let index = NeedsIndex::of_queries(mask, *heads, *batch, shards, &mut || ());
-        compare(&of_queries, &index, &routes);
-        let index = NeedsIndex::of_keys(mask, *heads, *batch, shards, &mut || ());
-        compare(&of_keys, &index, &routes[..1]);
+        compare_problem(&problem, |number| number % 5 == first);
+    }
+
+    #[test]
+    fn plans_of_few_ranks_are_those_of_all_pairs_on_every_route(problem in samples::problems()) {
+        compare_problem(&problem, |_| true);
+    }
+}
+
+#[test]
+fn plans_of_common_masks_are_those_of_all_pairs() {
+    for (ranks, layout) in [1, 2, 3, 8, 17, 64].into_iter().flat_map(|n| LAYOUTS.map(|of| (n, of)))
+    {
+        let problem = |mask, shards| samples::Problem { mask, heads: 1, batch: 1, shards };
+        let causal = || Arc::new(mask::Causal::default()) as Arc<dyn Mask>;
+        let len = 2 * ranks + 3;
+        let packed = problem(causal(), samples::packed(len, 5, 2, &layout, ranks));
+        let few = problem(causal(), samples::plain(ranks / 2, &layout, ranks));
+        let plain = |(_, mask)| problem(mask, samples::plain(len, &layout, ranks));
+        for (number, problem) in masks(2).into_iter().map(plain).chain([packed, few]).enumerate() {
+            // of many ranks some routes, to save time
+            compare_problem(&problem, |route| ranks < 64 || route % 7 == number);
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-//! Shards of layouts are compared with the definition, which is evaluated for each row on the whole
-//! batch.
+//! Rows of layouts and their checks. Shards of layouts are compared with the definition, which is
+//! evaluated for each row on the whole batch.
 
 use std::sync::Arc;
 
@@ -271,4 +271,129 @@ fn typical_shards_take_a_few_bytes() {
         // positions and ids of 32 sequences or 128 parts of sequences
         assert!(bytes(&layout, &packed) < 1600, "{layout:?}");
     }
+}
+
+const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+
+fn custom(q: Vec<Runs>, kv: Vec<Runs>) -> Layout {
+    Layout::Custom(Arc::new(CustomLayout { q, kv }))
+}
+
+fn runs(rows: &[i64]) -> Runs {
+    rows.iter().copied().collect()
+}
+
+/// Returns the same rows as a custom layout, whose check does not use the layout's formula.
+fn as_custom(layout: &Layout, len: usize, ranks: usize) -> Layout {
+    let shards = |side| (0..ranks).map(|rank| layout.shard(side, len, rank, ranks)).collect();
+    custom(shards(Side::Q), shards(Side::Kv))
+}
+
+proptest! {
+    #[test]
+    fn shards_partition_the_rows_evenly(len in 0usize..200, ranks in 1usize..70) {
+        for layout in &LAYOUTS {
+            layout.validate(len, len, ranks).unwrap();
+            as_custom(layout, len, ranks).validate(len, len, ranks).unwrap();
+            let counts: Vec<u64> =
+                (0..ranks).map(|rank| layout.shard(Side::Q, len, rank, ranks).len()).collect();
+            let least = counts.iter().min().unwrap();
+            let most = counts.iter().max().unwrap();
+            // chunks differ by at most one row, and a zigzag shard has two chunks
+            let chunks = if matches!(layout, Layout::Zigzag) { 2 } else { 1 };
+            prop_assert!(most - least <= chunks, "{layout:?} {counts:?}");
+            let of_leaves = as_custom(&layout.at_leaves(8), len, ranks);
+            of_leaves.validate(len, len, ranks).unwrap();
+            of_leaves.validate_leaves(len, len, 8).unwrap();
+        }
+    }
+}
+
+#[test]
+fn fewer_rows_than_ranks_leave_ranks_empty() {
+    for layout in &LAYOUTS {
+        for (len, ranks) in [(0, 1), (0, 5), (1, 2), (3, 8), (7, 64)] {
+            as_custom(layout, len, ranks).validate(len, len, ranks).unwrap();
+            let empty = (0..ranks)
+                .filter(|&rank| layout.shard(Side::Kv, len, rank, ranks).is_empty())
+                .count();
+            assert!(empty >= ranks - len, "{layout:?}");
+            assert!(layout.shard(Side::Q, len, ranks, ranks).is_empty());
+        }
+        assert!(layout.shard(Side::Q, 5, 0, 0).is_empty());
+    }
+    assert!(custom(Vec::new(), Vec::new()).shard(Side::Q, 5, 0, 3).is_empty());
+}
+
+#[test]
+fn shards_have_the_documented_rows() {
+    let rows = |layout: &Layout, rank| layout.shard(Side::Q, 8, rank, 2).iter().collect::<Vec<_>>();
+    assert_eq!(
+        (rows(&Layout::Contiguous, 0), rows(&Layout::Contiguous, 1)),
+        (vec![0, 1, 2, 3], vec![4, 5, 6, 7])
+    );
+    assert_eq!(
+        (rows(&Layout::Zigzag, 0), rows(&Layout::Zigzag, 1)),
+        (vec![0, 1, 6, 7], vec![2, 3, 4, 5])
+    );
+    assert_eq!(
+        (rows(&Layout::Striped, 0), rows(&Layout::Striped, 1)),
+        (vec![0, 2, 4, 6], vec![1, 3, 5, 7])
+    );
+    let custom = custom(vec![runs(&[3, 1]), runs(&[0, 2])], vec![runs(&[]), runs(&[0])]);
+    custom.validate(4, 1, 2).unwrap();
+    assert_eq!(custom.shard(Side::Q, 4, 0, 2).iter().collect::<Vec<_>>(), [3, 1]);
+    assert!(custom.shard(Side::Kv, 1, 0, 2).is_empty());
+}
+
+#[test]
+fn long_sequences_are_divided_without_overflow() {
+    let len = 1usize << 40;
+    for layout in &LAYOUTS {
+        let total: u64 = (0..48).map(|rank| layout.shard(Side::Q, len, rank, 48).len()).sum();
+        assert_eq!(total, len as u64);
+    }
+}
+
+#[test]
+fn errors_state_the_fault_of_a_layout() {
+    let message = |layout: &Layout, q_len, kv_len, ranks| {
+        layout.validate(q_len, kv_len, ranks).unwrap_err().to_string()
+    };
+    assert_eq!(message(&Layout::Contiguous, 4, 4, 0), "ranks: got 0, want at least 1");
+    let most = "ranks: got 1048577, want at most 1048576";
+    assert_eq!(message(&Layout::Zigzag, 4, 4, MOST_RANKS + 1), most);
+    let good = runs(&[0, 1]);
+    let one = |rows: &[i64]| custom(vec![good.clone()], vec![runs(rows)]);
+    one(&[1, 0]).validate(2, 2, 1).unwrap();
+    assert_eq!(message(&one(&[0, 1]), 2, 2, 3), "layout: got 1 shards of q, want 3, one per rank");
+    assert_eq!(
+        message(&one(&[0, 0]), 2, 2, 1),
+        "layout: got kv row 0 twice, want every kv row of 0..2 once"
+    );
+    assert_eq!(
+        message(&one(&[0, 2]), 2, 2, 1),
+        "layout: got kv row 2, want every kv row of 0..2 once"
+    );
+    assert_eq!(
+        message(&one(&[-1, 0]), 2, 2, 1),
+        "layout: got kv row -1, want every kv row of 0..2 once"
+    );
+    assert_eq!(
+        message(&one(&[0]), 2, 2, 1),
+        "layout: got no rank for kv row 1, want every kv row of 0..2 once"
+    );
+    assert_eq!(
+        message(&one(&[]), 3, 0, 1),
+        "layout: got no rank for q row 2, want every q row of 0..3 once"
+    );
+    // a run that overflows, and a length for which no machine has memory
+    let mut endless = Runs::new();
+    endless.push_run(Run { start: 0, step: 1, count: u64::MAX });
+    assert_eq!(
+        message(&custom(vec![endless], vec![runs(&[])]), 2, 0, 1),
+        "layout: got q row 2, want every q row of 0..2 once"
+    );
+    let vast = custom(vec![runs(&[])], vec![runs(&[])]).validate(usize::MAX, 0, 1);
+    assert!(matches!(vast, Err(Error::OutOfMemory { .. })), "{vast:?}");
 }

@@ -114,18 +114,12 @@ impl Sample {
         Self::Parity,
         Self::Half,
     ];
-
-    /// Returns true if `key` is within the bound of `query`: the mask itself if it lowers to
-    /// intervals.
-    pub(crate) fn lowered(self, query: &Query, key: &Key) -> bool {
-        self.bound(query).contains(key.position)
-    }
 }
 
 /// A problem small enough to count its pairs one by one.
 #[derive(Debug, Clone)]
 pub(crate) struct Problem {
-    pub(crate) mask: Sample,
+    pub(crate) mask: Arc<dyn Mask>,
     pub(crate) heads: usize,
     pub(crate) batch: usize,
     pub(crate) shards: RingShards,
@@ -185,10 +179,10 @@ impl Problem {
             for &(user, i, (row, position, q_id)) in &queries {
                 for head in 0..self.heads {
                     let query = Query { batch, head, row, position };
-                    for &(owner, j, (row, position, kv_id)) in &keys {
+                    for &(owner, j, (_, position, kv_id)) in &keys {
                         let same =
                             q_id.is_none() || kv_id.is_none() || (q_id == kv_id && q_id >= Some(0));
-                        if same && self.mask.lowered(&query, &Key { row, position }) {
+                        if same && self.mask.bound(&query).contains(position) {
                             found(user, i, owner, j);
                         }
                     }
@@ -232,7 +226,7 @@ pub(crate) fn problems_of(most_ranks: usize, most_rows: usize) -> impl Strategy<
                     q: q.shards(layout, Side::Q, ranks, sorted),
                     kv: kv.shards(layout, Side::Kv, ranks, sorted),
                 };
-                Problem { mask: Sample::ALL[mask], heads: 2, batch, shards }
+                Problem { mask: Arc::new(Sample::ALL[mask]), heads: 2, batch, shards }
             })
         },
     )
