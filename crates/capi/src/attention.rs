@@ -4,25 +4,24 @@ use std::{
     ffi::{CStr, OsStr, c_char, c_int, c_void},
     os::unix::ffi::OsStrExt,
     path::Path,
-    slice,
     sync::Arc,
 };
 
 use annulus::{
-    Batch, Error, Layout, Result, Setup, Strategy,
+    Error, Layout, Result, Setup, Strategy,
     bias::Alibi,
     comm::ring::StepEvent,
     planning::{CustomLayout, Runs},
 };
 
 use crate::{
-    batch::annulus_batch,
+    batch::{annulus_batch, copied},
     callbacks::{
         ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, HostBias, HostContext, HostMask,
         SilenceHook, annulus_bias_function, annulus_mask_function, annulus_silence_function,
         annulus_step_event, annulus_step_function, name,
     },
-    fields::length,
+    fields::{length, list, write_rows},
     handle::Handles,
     option_fields::annulus_options,
     options::{Description, ListedKind},
@@ -37,44 +36,22 @@ pub struct annulus_attention {
 
 pub(crate) static ATTENTIONS: Handles<Description> = Handles::new("attention");
 
-/// Reads a list of the caller's. NULL is an empty list.
-///
-/// # Safety
-/// `first` is NULL or points to `count` initialised elements, which nobody writes to during `'a`.
-pub(crate) unsafe fn list<'a, T>(name: &str, first: *const T, count: i64) -> Result<&'a [T]> {
-    let count = length(name, count)?;
-    if count == 0 {
-        return Ok(&[]);
-    }
-    let first = check_pointer(name, first)?;
-    let bytes = count.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
-    if bytes.is_none_or(|bytes| first.addr().get().checked_add(bytes).is_none()) {
-        return Err(Error::invalid(name, format!("{count} elements"), "a list that fits memory"));
-    }
-    // SAFETY: not NULL, aligned, the length fits the address space, and the caller promises the
-    // rest
-    Ok(unsafe { slice::from_raw_parts(first.as_ptr(), count) })
+/// Changes the description behind a handle. Returns the status.
+pub(crate) fn change(
+    attention: *mut annulus_attention,
+    body: impl FnOnce(&mut Description) -> Result<()>,
+) -> c_int {
+    guard(|| ATTENTIONS.with(attention, body))
 }
 
-/// Makes a handle with `make` and writes it to `*out`; writes NULL if that fails. Returns the
-/// status.
-///
-/// # Safety
-/// `out` is NULL, misaligned or points to a writable pointer.
-pub(crate) unsafe fn create<H>(
-    name: &str,
-    out: *mut *mut H,
-    make: impl FnOnce() -> Result<*mut H>,
-) -> c_int {
-    guard(|| {
-        let out = check_pointer(name, out.cast_const())?;
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe { out.write(std::ptr::null_mut()) };
-        let made = make()?;
-        // SAFETY: as above
-        unsafe { out.write(made) };
-        Ok(())
-    })
+/// Copies the description behind a handle.
+pub(crate) fn description(attention: *const annulus_attention) -> Result<Description> {
+    ATTENTIONS.with(attention, |description| Ok(description.clone()))
+}
+
+/// Returns a function of the host's, or refuses NULL.
+fn given<F>(name: &str, function: Option<F>) -> Result<F> {
+    function.ok_or_else(|| Error::invalid(name, "NULL", "a function"))
 }
 
 /// Describes an attention: checks the options and returns a handle in `*attention`.
@@ -94,12 +71,7 @@ pub unsafe extern "C" fn annulus_attention_create(
     attention: *mut *mut annulus_attention,
 ) -> c_int {
     // SAFETY: as the caller promises
-    unsafe {
-        create("attention", attention, || {
-            let options = versioned::read(options)?;
-            Ok(ATTENTIONS.insert(Description::of(&options)?))
-        })
-    }
+    unsafe { ATTENTIONS.create(attention, || Description::of(&versioned::read(options)?)) }
 }
 
 /// Adds a mask of the host's, as one more condition.
@@ -125,20 +97,16 @@ pub unsafe extern "C" fn annulus_attention_add_mask(
     visible: annulus_mask_function,
     context: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            // SAFETY: as the caller promises
-            let name = unsafe { self::name(name) }?;
-            let Some(visible) = visible else {
-                return Err(Error::invalid("visible", "NULL", "a function"));
-            };
-            if flags & !(ANNULUS_MASK_PER_HEAD | ANNULUS_MASK_PER_BATCH) != 0 {
-                return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
-            }
-            let mask = HostMask { name, flags, visible, context: HostContext::new(context) };
-            description.set_attention(|attention| attention.mask(Arc::new(mask)));
-            Ok(())
-        })
+    change(attention, |description| {
+        // SAFETY: as the caller promises
+        let name = unsafe { self::name(name) }?;
+        let visible = given("visible", visible)?;
+        if flags & !(ANNULUS_MASK_PER_HEAD | ANNULUS_MASK_PER_BATCH) != 0 {
+            return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
+        }
+        let mask = HostMask { name, flags, visible, context: HostContext::new(context) };
+        description.set_attention(|attention| attention.mask(Arc::new(mask)));
+        Ok(())
     })
 }
 
@@ -159,17 +127,13 @@ pub unsafe extern "C" fn annulus_attention_set_bias_function(
     bias: annulus_bias_function,
     context: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            // SAFETY: as the caller promises
-            let name = unsafe { self::name(name) }?;
-            let Some(bias) = bias else {
-                return Err(Error::invalid("bias", "NULL", "a function"));
-            };
-            let function = HostBias { name, bias, context: HostContext::new(context) };
-            description.set_attention(|attention| attention.bias_function(Arc::new(function)));
-            Ok(())
-        })
+    change(attention, |description| {
+        // SAFETY: as the caller promises
+        let name = unsafe { self::name(name) }?;
+        let bias = given("bias", bias)?;
+        let function = HostBias { name, bias, context: HostContext::new(context) };
+        description.set_attention(|attention| attention.bias_function(Arc::new(function)));
+        Ok(())
     })
 }
 
@@ -189,19 +153,17 @@ pub unsafe extern "C" fn annulus_attention_set_alibi(
     slopes: *const f64,
     count: i64,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            // SAFETY: as the caller promises
-            let slopes = unsafe { list("slopes", slopes, count) }?;
-            let heads = description.dims.q_heads;
-            if slopes.len() != heads {
-                let got = format!("{} numbers", slopes.len());
-                return Err(Error::invalid("slopes", got, format!("{heads}, one per query head")));
-            }
-            let alibi = Alibi { slopes: slopes.to_vec() };
-            description.set_attention(|attention| attention.bias_function(Arc::new(alibi)));
-            Ok(())
-        })
+    change(attention, |description| {
+        // SAFETY: as the caller promises
+        let slopes = unsafe { list("slopes", slopes, count) }?;
+        let heads = description.dims.q_heads;
+        if slopes.len() != heads {
+            let got = format!("{} numbers", slopes.len());
+            return Err(Error::invalid("slopes", got, format!("{heads}, one per query head")));
+        }
+        let alibi = Alibi { slopes: slopes.to_vec() };
+        description.set_attention(|attention| attention.bias_function(Arc::new(alibi)));
+        Ok(())
     })
 }
 
@@ -226,19 +188,17 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
     kv_counts: *const i64,
     kv_rows: *const i64,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            description.list(ListedKind::Custom, |division, _, dims| {
-                // SAFETY: as the caller promises
-                let (q, kv) = unsafe {
-                    let q_counts = list("q_counts", q_counts, ranks)?;
-                    let kv_counts = list("kv_counts", kv_counts, ranks)?;
-                    (shards("q", q_counts, q_rows)?, shards("kv", kv_counts, kv_rows)?)
-                };
-                let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
-                layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
-                Ok(division.layout(layout))
-            })
+    change(attention, |description| {
+        description.list(ListedKind::Custom, |division, _, dims| {
+            // SAFETY: as the caller promises
+            let (q, kv) = unsafe {
+                let q_counts = list("q_counts", q_counts, ranks)?;
+                let kv_counts = list("kv_counts", kv_counts, ranks)?;
+                (shards("q", q_counts, q_rows)?, shards("kv", kv_counts, kv_rows)?)
+            };
+            let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
+            layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
+            Ok(division.layout(layout))
         })
     })
 }
@@ -261,19 +221,17 @@ pub unsafe extern "C" fn annulus_attention_set_machine(
     attention: *mut annulus_attention,
     path: *const c_char,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            check_pointer("path", path)?;
-            // SAFETY: not NULL, and the caller promises the rest
-            let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
-            if description.strategy != Strategy::Auto {
-                let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
-                return Err(Error::invalid("machine", path.display(), want));
-            }
-            let machine = annulus_machine_file::read(path)?;
-            description.set_division(|division| division.machine(machine));
-            Ok(())
-        })
+    change(attention, |description| {
+        check_pointer("path", path)?;
+        // SAFETY: not NULL, and the caller promises the rest
+        let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
+        if description.strategy != Strategy::Auto {
+            let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
+            return Err(Error::invalid("machine", path.display(), want));
+        }
+        let machine = annulus_machine_file::read(path)?;
+        description.set_division(|division| division.machine(machine));
+        Ok(())
     })
 }
 
@@ -301,14 +259,12 @@ pub unsafe extern "C" fn annulus_attention_set_balanced_layout(
     ranks: i64,
     batch: *const annulus_batch,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            description.list(ListedKind::Balanced, |division, attention, dims| {
-                let ranks = length("ranks", ranks)?;
-                // SAFETY: as the caller promises
-                let batch = unsafe { copied(batch) }?.unwrap_or_default();
-                division.balanced(attention, dims, &batch, ranks)
-            })
+    change(attention, |description| {
+        description.list(ListedKind::Balanced, |division, attention, dims| {
+            let ranks = length("ranks", ranks)?;
+            // SAFETY: as the caller promises
+            let batch = unsafe { copied(batch) }?.unwrap_or_default();
+            division.balanced(attention, dims, &batch, ranks)
         })
     })
 }
@@ -338,35 +294,20 @@ pub unsafe extern "C" fn annulus_attention_set_documents(
     attention: *mut annulus_attention,
     batch: *const annulus_batch,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            // SAFETY: as the caller promises
-            let batch = unsafe { copied(batch) }?;
-            if batch.is_some() && description.strategy != Strategy::Auto {
-                let got = format!("a batch, for the strategy {}", description.strategy);
-                let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
-                return Err(Error::invalid("documents", got, want));
-            }
-            let mut changed = description.clone();
-            changed.set_division(|division| division.documents(batch));
-            changed.setup.spec(changed.dims)?;
-            *description = changed;
-            Ok(())
-        })
+    change(attention, |description| {
+        // SAFETY: as the caller promises
+        let batch = unsafe { copied(batch) }?;
+        if batch.is_some() && description.strategy != Strategy::Auto {
+            let got = format!("a batch, for the strategy {}", description.strategy);
+            let want = "none, or options.strategy = ANNULUS_STRATEGY_AUTO";
+            return Err(Error::invalid("documents", got, want));
+        }
+        let mut changed = description.clone();
+        changed.set_division(|division| division.documents(batch));
+        changed.setup.spec(changed.dims)?;
+        *description = changed;
+        Ok(())
     })
-}
-
-/// Copies a batch; `None` for NULL.
-///
-/// # Safety
-/// `batch` is NULL, misaligned or points to an initialised batch, whose tensors nobody writes to
-/// meanwhile.
-unsafe fn copied(batch: *const annulus_batch) -> Result<Option<Batch>> {
-    if batch.is_null() {
-        return Ok(None);
-    }
-    // SAFETY: as the caller promises
-    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }.map(Some)
 }
 
 /// Writes the global query rows of `rank` of `ranks` to `rows`, in the order of its tensors, and
@@ -430,35 +371,6 @@ fn rows_of_rank(
     })
 }
 
-/// Writes the row numbers of `of` to `rows` and their number to `count`.
-///
-/// # Safety
-/// `rows` points to `capacity` writable numbers or is NULL, `count` to one or is NULL.
-pub(crate) unsafe fn write_rows(
-    [rows, count]: [*mut i64; 2],
-    capacity: i64,
-    of: impl FnOnce() -> Result<Runs>,
-) -> Result<()> {
-    let count = check_pointer("count", count.cast_const())?;
-    let room = length("capacity", capacity)?;
-    let all = of()?;
-    // SAFETY: not NULL, aligned, writable as the caller promises
-    unsafe { count.write(all.len().cast_signed()) };
-    if rows.is_null() && room == 0 {
-        return Ok(());
-    }
-    let rows = check_pointer("rows", rows.cast_const())?;
-    if (room as u64) < all.len() {
-        return Err(Error::invalid("capacity", capacity, format!("at least {}", all.len())));
-    }
-    let wanted = annulus_core::index(all.len());
-    // SAFETY: not NULL, aligned, and the caller promises `capacity` writable numbers, of which
-    // there are enough; the run list is not among them
-    let rows = unsafe { slice::from_raw_parts_mut(rows.as_ptr(), wanted) };
-    rows.iter_mut().zip(all.iter()).for_each(|(row, number)| *row = number);
-    Ok(())
-}
-
 /// The rows of every rank.
 ///
 /// # Safety
@@ -498,22 +410,18 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
     silence: annulus_silence_function,
     context: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            let Some(silence) = silence else {
-                return Err(Error::invalid("silence", "NULL", "a function"));
-            };
-            let hook = SilenceHook { function: silence, context: HostContext::new(context) };
-            let call = move |silence: annulus::comm::Silence| {
-                hook.call(Some(silence.peer), silence.step, silence.waited);
-            };
-            description.set_runtime(|runtime| runtime.on_silence(call));
-            #[cfg(feature = "mpi")]
-            {
-                description.mpi.silence = Some(hook);
-            }
-            Ok(())
-        })
+    change(attention, |description| {
+        let silence = given("silence", silence)?;
+        let hook = SilenceHook { function: silence, context: HostContext::new(context) };
+        let call = move |silence: annulus::comm::Silence| {
+            hook.call(Some(silence.peer), silence.step, silence.waited);
+        };
+        description.set_runtime(|runtime| runtime.on_silence(call));
+        #[cfg(feature = "mpi")]
+        {
+            description.mpi.silence = Some(hook);
+        }
+        Ok(())
     })
 }
 
@@ -534,21 +442,17 @@ pub unsafe extern "C" fn annulus_attention_on_step(
     step: annulus_step_function,
     context: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            let Some(step) = step else {
-                return Err(Error::invalid("step", "NULL", "a function"));
-            };
-            let context = HostContext::new(context);
-            let hook = move |event: StepEvent| {
-                let event = annulus_step_event::of(&event);
-                // SAFETY: the host promised a function that may be called with its context from any
-                // thread as long as a plan has it; the event lives through the call
-                unsafe { step(context.pointer(), &raw const event) };
-            };
-            description.set_runtime(|runtime| runtime.on_step(hook));
-            Ok(())
-        })
+    change(attention, |description| {
+        let step = given("step", step)?;
+        let context = HostContext::new(context);
+        let hook = move |event: StepEvent| {
+            let event = annulus_step_event::of(&event);
+            // SAFETY: the host promised a function that may be called with its context from any
+            // thread as long as a plan has it; the event lives through the call
+            unsafe { step(context.pointer(), &raw const event) };
+        };
+        description.set_runtime(|runtime| runtime.on_step(hook));
+        Ok(())
     })
 }
 

@@ -5,11 +5,8 @@ use annulus_core::memory;
 use ndarray::Array2;
 
 use crate::{
-    tensor::{
-        ANNULUS_BOOL, ANNULUS_I8, ANNULUS_I16, ANNULUS_I32, ANNULUS_I64, ANNULUS_U8, Checked,
-        annulus_tensor,
-    },
-    versioned::Versioned,
+    tensor::{ANNULUS_I32, ANNULUS_I64, Checked, annulus_tensor},
+    versioned::{self, Versioned},
 };
 
 /// The part of a batch that decides which pairs are visible. NULL: no such condition.
@@ -47,9 +44,6 @@ unsafe impl Versioned for annulus_batch {
     const FIRST_BYTES: usize = 64;
 }
 
-// fields are appended, never removed
-const _: () = assert!(size_of::<annulus_batch>() >= annulus_batch::FIRST_BYTES);
-
 impl annulus_batch {
     /// Copies what the tensors hold.
     ///
@@ -60,16 +54,13 @@ impl annulus_batch {
     /// Every pointer is NULL, misaligned or points to a tensor whose elements are initialised and
     /// which nobody writes to meanwhile.
     pub(crate) unsafe fn copy(&self) -> Result<Batch> {
+        // read from 32 bits
+        let id = |id| i32::try_from(id).unwrap_or(i32::MIN);
         // SAFETY: as the caller promises, for all of them
         unsafe {
             Ok(Batch {
-                q_segment_ids: rows("q_segment_ids", self.q_segment_ids, ANNULUS_I32, |id| {
-                    // read from 32 bits
-                    i32::try_from(id).unwrap_or(i32::MIN)
-                })?,
-                kv_segment_ids: rows("kv_segment_ids", self.kv_segment_ids, ANNULUS_I32, |id| {
-                    i32::try_from(id).unwrap_or(i32::MIN)
-                })?,
+                q_segment_ids: rows("q_segment_ids", self.q_segment_ids, ANNULUS_I32, id)?,
+                kv_segment_ids: rows("kv_segment_ids", self.kv_segment_ids, ANNULUS_I32, id)?,
                 q_positions: rows("q_positions", self.q_positions, ANNULUS_I64, |at| at)?,
                 kv_positions: rows("kv_positions", self.kv_positions, ANNULUS_I64, |at| at)?,
                 attention_mask: mask(self.attention_mask)?,
@@ -78,6 +69,19 @@ impl annulus_batch {
             })
         }
     }
+}
+
+/// Copies a batch; `None` for NULL.
+///
+/// # Safety
+/// `batch` is NULL, misaligned or points to an initialised batch, whose tensors nobody writes to
+/// meanwhile.
+pub(crate) unsafe fn copied(batch: *const annulus_batch) -> Result<Option<Batch>> {
+    if batch.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: as the caller promises
+    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }.map(Some)
 }
 
 fn too_many_axes(tensor: &Checked, want: &str) -> Error {
@@ -98,7 +102,7 @@ unsafe fn rows<T: bytemuck::Zeroable>(
     let Some(tensor) = (unsafe { Checked::read_optional(name, tensor) })? else {
         return Ok(None);
     };
-    tensor.expect_constants(&[constant])?;
+    tensor.expect(|element| element.constant == constant)?;
     let [batch, rows, 1, 1] = tensor.dims else {
         return Err(too_many_axes(&tensor, "[batch, rows, 1, 1]"));
     };
@@ -119,7 +123,7 @@ unsafe fn numbers(name: &'static str, tensor: *const annulus_tensor) -> Result<O
     let Some(tensor) = (unsafe { Checked::read_optional(name, tensor) })? else {
         return Ok(None);
     };
-    tensor.expect_constants(&[ANNULUS_I32, ANNULUS_I64])?;
+    tensor.expect(|element| [ANNULUS_I32, ANNULUS_I64].contains(&element.constant))?;
     let [count, 1, 1, 1] = tensor.dims else {
         return Err(too_many_axes(&tensor, "[sequences + 1, 1, 1, 1]"));
     };
@@ -137,14 +141,7 @@ unsafe fn mask(tensor: *const annulus_tensor) -> Result<Option<DenseMask>> {
     let Some(tensor) = (unsafe { Checked::read_optional("attention_mask", tensor) })? else {
         return Ok(None);
     };
-    tensor.expect_constants(&[
-        ANNULUS_I8,
-        ANNULUS_I16,
-        ANNULUS_I32,
-        ANNULUS_I64,
-        ANNULUS_U8,
-        ANNULUS_BOOL,
-    ])?;
+    tensor.expect(|element| element.float.is_none())?;
     // SAFETY: indices of the tensor's own shape, of an integer type
     DenseMask::try_from_fn(tensor.dims, |index| unsafe { tensor.integer(index) != 0 }).map(Some)
 }

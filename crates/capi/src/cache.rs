@@ -2,24 +2,23 @@
 
 use std::ffi::c_int;
 
-use annulus::{Cache, Element, Error, LocalCache, Result, Setup, Spec, planning::Runs};
-#[cfg(any(feature = "mpi", test))]
+use annulus::{Cache, Element, Error, LocalCache, Result, Setup, Spec};
 use annulus_core::{Host, Transport};
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4};
 
 #[cfg(feature = "mpi")]
 use crate::endpoint::MPI_Comm;
 use crate::{
-    attention::{ATTENTIONS, annulus_attention, create, write_rows},
-    endpoint::{self, Endpoint, annulus_endpoint},
-    fields::length,
+    attention::{annulus_attention, description},
+    endpoint::{self, Communicator, annulus_endpoint},
+    fields::{length, write_numbers, write_rows},
     handle::Handles,
     options::Description,
-    overlap,
-    passes::by_dtype,
+    overlap, passes,
+    plan::by_dtype,
     status::guard,
     tensor::{Checked, annulus_tensor},
-    versioned::{self, Versioned, check_pointer},
+    versioned::{self, Versioned},
 };
 
 /// A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. Opaque.
@@ -34,10 +33,6 @@ enum CacheState {
     /// All ranks, as threads of this process.
     Ring(LocalCache),
     /// One rank.
-    #[cfg_attr(
-        not(any(feature = "mpi", test)),
-        expect(dead_code, reason = "a library without MPI has caches of threads only")
-    )]
     Rank(Box<Cache>),
 }
 
@@ -52,33 +47,19 @@ struct AttendTensors<'a, T: Element> {
 /// Keys and values of rows.
 type KeysValues<'a, T> = (ArrayView4<'a, T>, ArrayView4<'a, T>);
 
+/// Evaluates an expression for either kind of cache.
+macro_rules! either {
+    ($state:expr, $cache:ident => $body:expr) => {
+        match $state {
+            CacheState::Ring($cache) => $body,
+            CacheState::Rank($cache) => $body,
+        }
+    };
+}
+
 impl CacheState {
     fn spec(&self) -> &Spec {
-        match self {
-            Self::Ring(ring) => ring.spec(),
-            Self::Rank(cache) => cache.spec(),
-        }
-    }
-
-    fn len(&self) -> u64 {
-        match self {
-            Self::Ring(ring) => ring.len(),
-            Self::Rank(cache) => cache.len(),
-        }
-    }
-
-    fn own_rows(&self, count: usize) -> Result<Runs> {
-        match self {
-            Self::Ring(ring) => ring.own_rows(count),
-            Self::Rank(cache) => cache.own_rows(count),
-        }
-    }
-
-    fn append<T: Element>(&mut self, (k, v): KeysValues<'_, T>) -> Result<()> {
-        match self {
-            Self::Ring(ring) => ring.append(k, v),
-            Self::Rank(cache) => cache.append(k, v),
-        }
+        either!(self, cache => cache.spec())
     }
 
     fn append_own<T: Element>(&mut self, count: usize, (k, v): KeysValues<'_, T>) -> Result<()> {
@@ -92,43 +73,25 @@ impl CacheState {
         }
     }
 
-    fn truncate(&mut self, len: u64) -> Result<()> {
-        match self {
-            Self::Ring(ring) => ring.truncate(len),
-            Self::Rank(cache) => cache.truncate(len),
-        }
-    }
-
     /// Computes the call. If its arguments were refused, so is the call on the other ranks.
     fn attend<T: Element>(&mut self, tensors: Result<AttendTensors<'_, T>>) -> Result<()> {
-        match (self, tensors) {
-            (Self::Ring(_), Err(error)) => Err(error),
-            (Self::Rank(cache), Err(error)) => Err(cache.refuse(error)),
-            (Self::Ring(ring), Ok(AttendTensors { q, softmax_aux, out, lse })) => {
-                ring.attend_into(q, softmax_aux, out, lse).map(drop)
-            }
-            (Self::Rank(cache), Ok(AttendTensors { q, softmax_aux, out, lse })) => {
-                cache.attend_into(q, softmax_aux, out, lse).map(drop)
-            }
-        }
+        let AttendTensors { q, softmax_aux, out, lse } = tensors.map_err(|error| match self {
+            Self::Ring(_) => error,
+            Self::Rank(cache) => cache.refuse(error),
+        })?;
+        either!(self, cache => cache.attend_into(q, softmax_aux, out, lse).map(drop))
     }
-}
-
-/// Copies the description behind a handle.
-fn description(attention: *const annulus_attention) -> Result<Description> {
-    ATTENTIONS.with(attention, |description| Ok(description.clone()))
 }
 
 /// Makes one rank of a cache over a transport. The transport comes first, so that ranks with other
 /// options do not wait for one whose options have no cache.
-#[cfg(any(feature = "mpi", test))]
 fn over<T: Transport<Host> + 'static>(
     description: &Description,
     transport: T,
-) -> Result<*mut annulus_cache> {
+) -> Result<CacheState> {
     let Setup { attention, runtime, .. } = &description.setup;
     let cache = Cache::new(attention, runtime, description.cache_shape()?, transport)?;
-    Ok(CACHES.insert(CacheState::Rank(Box::new(cache))))
+    Ok(CacheState::Rank(Box::new(cache)))
 }
 
 /// Creates an empty KV cache of `ranks` ranks in this process.
@@ -159,10 +122,10 @@ pub unsafe extern "C" fn annulus_cache_create_threads(
         let shape = description.cache_shape()?;
         let Setup { attention, runtime, .. } = &description.setup;
         let ring = LocalCache::new(attention, runtime, shape, length("ranks", ranks)?)?;
-        Ok(CACHES.insert(CacheState::Ring(ring)))
+        Ok(CacheState::Ring(ring))
     };
     // SAFETY: as the caller promises
-    unsafe { create("cache", cache, make) }
+    unsafe { CACHES.create(cache, make) }
 }
 
 /// Creates this rank of an empty KV cache over the ranks of a communicator of MPI, given as Fortran
@@ -183,20 +146,14 @@ pub unsafe extern "C" fn annulus_cache_create_mpi_f(
     communicator: i32,
     cache: *mut *mut annulus_cache,
 ) -> c_int {
-    #[cfg(feature = "mpi")]
     let make = || {
         let description = description(attention)?;
         // SAFETY: as the caller promises
-        let endpoint = unsafe { endpoint::over_fortran(&description, communicator) }?;
+        let endpoint = unsafe { Communicator::Fortran(communicator).open(&description) }?;
         over(&description, endpoint)
     };
-    #[cfg(not(feature = "mpi"))]
-    let make = || {
-        description(attention)?;
-        Err(endpoint::no_mpi(communicator))
-    };
     // SAFETY: as the caller promises
-    unsafe { create("cache", cache, make) }
+    unsafe { CACHES.create(cache, make) }
 }
 
 /// As [`annulus_cache_create_mpi_f`], of a communicator as C has it.
@@ -219,11 +176,11 @@ pub unsafe extern "C" fn annulus_cache_create_mpi(
     let make = || {
         let description = description(attention)?;
         // SAFETY: as the caller promises
-        let endpoint = unsafe { endpoint::over_communicator(&description, communicator) }?;
+        let endpoint = unsafe { Communicator::C(communicator).open(&description) }?;
         over(&description, endpoint)
     };
     // SAFETY: as the caller promises
-    unsafe { create("cache", cache, make) }
+    unsafe { CACHES.create(cache, make) }
 }
 
 /// Creates this rank of an empty KV cache over an endpoint, which several plans and caches share,
@@ -245,33 +202,21 @@ pub unsafe extern "C" fn annulus_cache_create_endpoint(
 ) -> c_int {
     let make = || {
         let endpoint = endpoint::share(endpoint)?;
-        over_endpoint(&description(attention)?, endpoint)
+        over(&description(attention)?, endpoint)
     };
     // SAFETY: as the caller promises
-    unsafe { create("cache", cache, make) }
-}
-
-/// Makes one rank of a cache over a handle to an endpoint.
-#[cfg(feature = "mpi")]
-fn over_endpoint(description: &Description, endpoint: Endpoint) -> Result<*mut annulus_cache> {
-    over(description, endpoint)
-}
-
-/// Without MPI there is no endpoint.
-#[cfg(not(feature = "mpi"))]
-fn over_endpoint(_: &Description, endpoint: Endpoint) -> Result<*mut annulus_cache> {
-    match endpoint {}
+    unsafe { CACHES.create(cache, make) }
 }
 
 /// Creates the cache of one rank over a transport, as the functions over MPI do, for tests.
-#[cfg(test)]
-pub(crate) fn cache_over(
+#[doc(hidden)]
+pub fn cache_over<T: Transport<Host> + 'static>(
     attention: *const annulus_attention,
-    transport: impl Transport<Host> + 'static,
+    transport: T,
     cache: &mut *mut annulus_cache,
 ) -> c_int {
     // SAFETY: a reference to a writable pointer
-    unsafe { create("cache", cache, || over(&description(attention)?, transport)) }
+    unsafe { CACHES.create(cache, || over(&description(attention)?, transport)) }
 }
 
 /// Reads and views keys and values.
@@ -283,7 +228,7 @@ unsafe fn keys_values<'a, T: Element>(
     v: *const annulus_tensor,
 ) -> Result<KeysValues<'a, T>> {
     // SAFETY: as the caller promises
-    unsafe { Ok((Checked::read("k", k)?.view4()?, Checked::read("v", v)?.view4()?)) }
+    unsafe { Ok((Checked::read("k", k)?.view()?, Checked::read("v", v)?.view()?)) }
 }
 
 /// Appends rows that every rank passes: each rank copies those of its pages.
@@ -309,7 +254,10 @@ pub unsafe extern "C" fn annulus_cache_append(
     guard(|| {
         // SAFETY: as the caller promises, for all four
         CACHES.with(cache, |state| unsafe {
-            by_dtype!(state, T => state.append(keys_values::<T>(k, v)?))
+            by_dtype!(state, T => {
+                let (k, v) = keys_values::<T>(k, v)?;
+                either!(state, cache => cache.append(k, v))
+            })
         })
     })
 }
@@ -370,7 +318,10 @@ pub unsafe extern "C" fn annulus_cache_own_rows(
         }
         other => other,
     };
-    let of = || CACHES.with(cache, |state| state.own_rows(length("next", next)?).map_err(of_next));
+    let of = || {
+        let next = length("next", next)?;
+        CACHES.with(cache, |state| either!(state, cache => cache.own_rows(next)).map_err(of_next))
+    };
     // SAFETY: as the caller promises
     guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
@@ -384,7 +335,10 @@ pub unsafe extern "C" fn annulus_cache_own_rows(
 /// ANNULUS_INVALID_ARGUMENT, also if there are fewer rows.
 #[unsafe(no_mangle)]
 pub extern "C" fn annulus_cache_truncate(cache: *mut annulus_cache, len: i64) -> c_int {
-    guard(|| CACHES.with(cache, |state| state.truncate(length("len", len)? as u64)))
+    guard(|| {
+        let len = length("len", len)? as u64;
+        CACHES.with(cache, |state| either!(state, cache => cache.truncate(len)))
+    })
 }
 
 /// The tensors of [`annulus_cache_attend`]. T is the type of the options; A is f64 for f64 and f32
@@ -410,9 +364,6 @@ unsafe impl Versioned for annulus_attend_args {
     const FIRST_BYTES: usize = 40;
 }
 
-// fields are appended, never removed
-const _: () = assert!(size_of::<annulus_attend_args>() >= annulus_attend_args::FIRST_BYTES);
-
 /// Checks and views the tensors of a call.
 ///
 /// # Safety
@@ -428,12 +379,12 @@ unsafe fn attend_tensors<'a, T: Element>(
         let softmax_aux = Checked::read_optional("softmax_aux", args.softmax_aux)?;
         let out = Checked::read("out", args.out)?;
         let lse = Checked::read("lse", args.lse)?;
-        overlap::check(&[Some(q), softmax_aux], &[Some(out), Some(lse)])?;
+        overlap::check(|| [q].into_iter().chain(softmax_aux), || [out, lse].into_iter())?;
         Ok(AttendTensors {
-            q: q.view4()?,
-            softmax_aux: softmax_aux.map(|sinks| sinks.view2()).transpose()?,
-            out: out.view4_mut()?,
-            lse: lse.view3_mut()?,
+            q: q.view()?,
+            softmax_aux: passes::view(softmax_aux)?,
+            out: out.view_mut()?,
+            lse: lse.view_mut()?,
         })
     }
 }
@@ -479,13 +430,9 @@ unsafe fn answer<T>(
     out: *mut T,
     of: impl FnOnce(&CacheState) -> Result<T>,
 ) -> c_int {
-    guard(|| {
-        let out = check_pointer(name, out.cast_const())?;
-        let value = CACHES.with(cache, |state| of(state))?;
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe { out.write(value) };
-        Ok(())
-    })
+    let number = || CACHES.with(cache, |state| Ok([of(state)?]));
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_numbers([(name, out)], number) })
 }
 
 /// Writes the number of cached rows of all ranks to `*len`. Local.
@@ -498,7 +445,9 @@ unsafe fn answer<T>(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_cache_len(cache: *const annulus_cache, len: *mut i64) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { answer(cache, "len", len, |state| Ok(state.len().cast_signed())) }
+    unsafe {
+        answer(cache, "len", len, |state| Ok(either!(state, cache => cache.len()).cast_signed()))
+    }
 }
 
 /// Writes the number of cached rows of this rank to `*len`: all rows in an in-process ring. Local.
@@ -533,10 +482,7 @@ pub unsafe extern "C" fn annulus_cache_page_rows(
     cache: *const annulus_cache,
     rows: *mut i64,
 ) -> c_int {
-    let of = |state: &CacheState| match state {
-        CacheState::Ring(ring) => Ok(ring.page_rows().cast_signed()),
-        CacheState::Rank(cache) => Ok(cache.page_rows().cast_signed()),
-    };
+    let of = |state: &CacheState| Ok(either!(state, cache => cache.page_rows()).cast_signed());
     // SAFETY: as the caller promises
     unsafe { answer(cache, "rows", rows, of) }
 }
@@ -594,10 +540,7 @@ pub unsafe extern "C" fn annulus_cache_predicted_bytes(
 ) -> c_int {
     let of = |state: &CacheState| {
         let queries = length("queries", queries)?;
-        Ok(match state {
-            CacheState::Ring(ring) => ring.bytes_predicted(queries),
-            CacheState::Rank(cache) => cache.bytes_predicted(queries),
-        })
+        Ok(either!(state, cache => cache.bytes_predicted(queries)))
     };
     // SAFETY: as the caller promises
     unsafe { answer(cache, "bytes", bytes, of) }
@@ -616,10 +559,7 @@ pub unsafe extern "C" fn annulus_cache_buffer_bytes(
     cache: *const annulus_cache,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |state: &CacheState| match state {
-        CacheState::Ring(ring) => Ok(ring.buffer_bytes()),
-        CacheState::Rank(cache) => Ok(cache.buffer_bytes()),
-    };
+    let of = |state: &CacheState| Ok(either!(state, cache => cache.buffer_bytes()));
     // SAFETY: as the caller promises
     unsafe { answer(cache, "bytes", bytes, of) }
 }

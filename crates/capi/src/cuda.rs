@@ -5,9 +5,8 @@ use std::ffi::{c_int, c_void};
 use annulus::{Error, Result, backend::BackendName};
 
 use crate::{
-    attention::{ATTENTIONS, annulus_attention},
+    attention::{annulus_attention, change},
     options::{Description, HostStream},
-    status::guard,
 };
 
 /// Lets the plans of this attention compute in a CUDA stream of the host's, on tensors in device
@@ -36,28 +35,26 @@ pub unsafe extern "C" fn annulus_attention_set_cuda_stream(
     context: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            if !cfg!(feature = "cuda") {
-                let what = "a CUDA stream of the host's";
-                return Err(Error::unsupported(what, "a library without the feature cuda"));
-            }
-            if description.backend_name != BackendName::Cuda {
-                let want = "ANNULUS_BACKEND_CUDA for a CUDA stream";
-                return Err(Error::invalid("backend", description.backend_name, want));
-            }
-            if description.device.is_none() {
-                let want = "options.has_device = 1 and the GPU of the context";
-                return Err(Error::invalid("device", "none", want));
-            }
-            if context.is_null() {
-                return Err(Error::invalid("context", "NULL", "a CUcontext"));
-            }
-            let communicator = description.host_stream.and_then(|stream| stream.communicator);
-            let (context, stream) = (context.expose_provenance(), stream.expose_provenance());
-            description.host_stream = Some(HostStream { context, stream, communicator });
-            Ok(())
-        })
+    change(attention, |description| {
+        if !cfg!(feature = "cuda") {
+            let what = "a CUDA stream of the host's";
+            return Err(Error::unsupported(what, "a library without the feature cuda"));
+        }
+        if description.backend_name != BackendName::Cuda {
+            let want = "ANNULUS_BACKEND_CUDA for a CUDA stream";
+            return Err(Error::invalid("backend", description.backend_name, want));
+        }
+        if description.device.is_none() {
+            let want = "options.has_device = 1 and the GPU of the context";
+            return Err(Error::invalid("device", "none", want));
+        }
+        if context.is_null() {
+            return Err(Error::invalid("context", "NULL", "a CUcontext"));
+        }
+        let communicator = description.host_stream.and_then(|stream| stream.communicator);
+        let (context, stream) = (context.expose_provenance(), stream.expose_provenance());
+        description.host_stream = Some(HostStream { context, stream, communicator });
+        Ok(())
     })
 }
 
@@ -81,22 +78,20 @@ pub unsafe extern "C" fn annulus_attention_set_nccl_communicator(
     attention: *mut annulus_attention,
     communicator: *mut c_void,
 ) -> c_int {
-    guard(|| {
-        ATTENTIONS.with(attention, |description| {
-            if !cfg!(feature = "nccl") {
-                let what = "an NCCL communicator of the host's";
-                return Err(Error::unsupported(what, "a library without the feature nccl"));
-            }
-            let Some(stream) = &mut description.host_stream else {
-                let want = "annulus_attention_set_cuda_stream before";
-                return Err(Error::invalid("stream", "none", want));
-            };
-            if communicator.is_null() {
-                return Err(Error::invalid("communicator", "NULL", "an ncclComm_t"));
-            }
-            stream.communicator = Some(communicator.expose_provenance());
-            Ok(())
-        })
+    change(attention, |description| {
+        if !cfg!(feature = "nccl") {
+            let what = "an NCCL communicator of the host's";
+            return Err(Error::unsupported(what, "a library without the feature nccl"));
+        }
+        let Some(stream) = &mut description.host_stream else {
+            let want = "annulus_attention_set_cuda_stream before";
+            return Err(Error::invalid("stream", "none", want));
+        };
+        if communicator.is_null() {
+            return Err(Error::invalid("communicator", "NULL", "an ncclComm_t"));
+        }
+        stream.communicator = Some(communicator.expose_provenance());
+        Ok(())
     })
 }
 
@@ -127,7 +122,7 @@ mod on_device {
         },
         comm::Staged,
     };
-    use annulus_core::{DType, Host, Transport};
+    use annulus_core::{Host, Transport};
 
     use super::{Error, HostStream, Result};
     use crate::{driver, options::Description, tensor::Checked};
@@ -229,25 +224,21 @@ mod on_device {
         ///
         /// # Safety
         /// As [`CudaView::from_raw`].
-        pub(crate) unsafe fn device_view<'a>(&self, dtype: DType) -> Result<CudaView<'a>> {
-            self.expect(dtype)?;
+        pub(crate) unsafe fn device_view<'a>(&self) -> Result<CudaView<'a>> {
+            let (address, dtype) = (self.data.addr() as u64, self.float()?);
             // SAFETY: as the caller promises
-            Ok(unsafe {
-                CudaView::from_raw(self.data.addr() as u64, dtype, self.dims, self.signed())
-            })
+            Ok(unsafe { CudaView::from_raw(address, dtype, self.dims, self.signed()) })
         }
 
         /// Views device memory, for writing.
         ///
         /// # Safety
         /// As [`CudaViewMut::from_raw`], but that elements may overlap is found.
-        pub(crate) unsafe fn device_view_mut<'a>(&self, dtype: DType) -> Result<CudaViewMut<'a>> {
-            self.expect(dtype)?;
+        pub(crate) unsafe fn device_view_mut<'a>(&self) -> Result<CudaViewMut<'a>> {
             self.expect_no_overlap()?;
+            let (address, dtype) = (self.data.addr() as u64, self.float()?);
             // SAFETY: as the caller promises
-            Ok(unsafe {
-                CudaViewMut::from_raw(self.data.addr() as u64, dtype, self.dims, self.signed())
-            })
+            Ok(unsafe { CudaViewMut::from_raw(address, dtype, self.dims, self.signed()) })
         }
 
         fn signed(&self) -> [i64; 4] {

@@ -5,8 +5,6 @@
 
 use std::ffi::c_int;
 
-#[cfg(not(feature = "mpi"))]
-use annulus::Error;
 use annulus::Result;
 #[cfg(feature = "mpi")]
 use annulus::comm::mpi::{self, Mpi, Timeout};
@@ -14,7 +12,7 @@ use annulus::comm::mpi::{self, Mpi, Timeout};
 #[cfg(feature = "mpi")]
 use crate::options::MpiOptions;
 use crate::{
-    attention::{ATTENTIONS, annulus_attention, create},
+    attention::{annulus_attention, description},
     handle::Handles,
     options::Description,
     status::guard,
@@ -27,9 +25,9 @@ pub struct annulus_endpoint {
 
 #[cfg(feature = "mpi")]
 pub(crate) type Endpoint = Mpi;
-/// There is none without MPI.
+/// A transport that no function makes: there is no endpoint without MPI.
 #[cfg(not(feature = "mpi"))]
-pub(crate) type Endpoint = std::convert::Infallible;
+pub(crate) type Endpoint = annulus::comm::threads::Threads;
 
 static ENDPOINTS: Handles<Endpoint> = Handles::new("endpoint");
 
@@ -57,19 +55,10 @@ pub unsafe extern "C" fn annulus_endpoint_create_mpi_f(
     communicator: i32,
     endpoint: *mut *mut annulus_endpoint,
 ) -> c_int {
-    #[cfg(feature = "mpi")]
-    let make = || {
-        let description = description(attention)?;
-        // SAFETY: as the caller promises
-        unsafe { over_fortran(&description, communicator) }.map(|made| ENDPOINTS.insert(made))
-    };
-    #[cfg(not(feature = "mpi"))]
-    let make = || {
-        description(attention)?;
-        Err(no_mpi(communicator))
-    };
     // SAFETY: as the caller promises
-    unsafe { create("endpoint", endpoint, make) }
+    let make = || unsafe { Communicator::Fortran(communicator).open(&description(attention)?) };
+    // SAFETY: as the caller promises
+    unsafe { ENDPOINTS.create(endpoint, make) }
 }
 
 /// As [`annulus_endpoint_create_mpi_f`], of a communicator as C has it.
@@ -89,13 +78,10 @@ pub unsafe extern "C" fn annulus_endpoint_create_mpi(
     communicator: MPI_Comm,
     endpoint: *mut *mut annulus_endpoint,
 ) -> c_int {
-    let make = || {
-        let description = description(attention)?;
-        // SAFETY: as the caller promises
-        unsafe { over_communicator(&description, communicator) }.map(|made| ENDPOINTS.insert(made))
-    };
     // SAFETY: as the caller promises
-    unsafe { create("endpoint", endpoint, make) }
+    let make = || unsafe { Communicator::C(communicator).open(&description(attention)?) };
+    // SAFETY: as the caller promises
+    unsafe { ENDPOINTS.create(endpoint, make) }
 }
 
 /// Destroys the handle of an endpoint. Plans and caches over it live on; the communicators are
@@ -111,65 +97,56 @@ pub extern "C" fn annulus_endpoint_destroy(endpoint: *mut annulus_endpoint) -> c
     guard(|| ENDPOINTS.remove(endpoint))
 }
 
-fn description(attention: *const annulus_attention) -> Result<Description> {
-    ATTENTIONS.with(attention, |description| Ok(description.clone()))
-}
-
 /// Returns a handle to an endpoint, for a plan or a cache. All ranks share an endpoint in the same
 /// order, so this comes before anything that one rank alone may refuse.
 pub(crate) fn share(endpoint: *const annulus_endpoint) -> Result<Endpoint> {
     #[cfg(feature = "mpi")]
     return ENDPOINTS.with(endpoint, |endpoint| endpoint.share());
     #[cfg(not(feature = "mpi"))]
-    return ENDPOINTS.with(endpoint, |none| match *none {});
+    return ENDPOINTS.with(endpoint, |_| Err(annulus::Error::internal("an endpoint without MPI")));
 }
 
 /// A communicator, as mpi.h defines it.
 #[cfg(feature = "mpi")]
 pub type MPI_Comm = mpi::Communication;
 
-/// Makes an endpoint over a communicator as Fortran has it.
-///
-/// # Safety
-/// As [`annulus_endpoint_create_mpi_f`].
-#[cfg(feature = "mpi")]
-pub(crate) unsafe fn over_fortran(description: &Description, communicator: i32) -> Result<Mpi> {
-    let settings = settings(description);
-    // SAFETY: as the caller promises
-    unsafe {
-        if description.mpi.adopts {
-            Mpi::adopt_fortran(communicator, settings)
-        } else {
-            Mpi::over_fortran(communicator, settings)
-        }
-    }
+/// A communicator of the host's.
+pub(crate) enum Communicator {
+    /// As Fortran and MPI_Comm_c2f have it.
+    Fortran(i32),
+    /// As C has it.
+    #[cfg(feature = "mpi")]
+    C(MPI_Comm),
 }
 
-/// Makes an endpoint over a communicator as C has it.
-///
-/// # Safety
-/// As [`annulus_endpoint_create_mpi_f`].
-#[cfg(feature = "mpi")]
-pub(crate) unsafe fn over_communicator(
-    description: &Description,
-    communicator: MPI_Comm,
-) -> Result<Mpi> {
-    let settings = settings(description);
-    // SAFETY: as the caller promises
-    unsafe {
-        if description.mpi.adopts {
-            Mpi::adopt(communicator, settings)
-        } else {
-            Mpi::over_communicator(communicator, settings)
+impl Communicator {
+    /// Makes an endpoint over the communicator.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] in a library without the feature mpi.
+    ///
+    /// # Safety
+    /// As [`annulus_endpoint_create_mpi_f`].
+    #[cfg(feature = "mpi")]
+    pub(crate) unsafe fn open(self, description: &Description) -> Result<Endpoint> {
+        let settings = settings(description);
+        // SAFETY: as the caller promises
+        unsafe {
+            match (self, description.mpi.adopts) {
+                (Self::Fortran(number), true) => Mpi::adopt_fortran(number, settings),
+                (Self::Fortran(number), false) => Mpi::over_fortran(number, settings),
+                (Self::C(handle), true) => Mpi::adopt(handle, settings),
+                (Self::C(handle), false) => Mpi::over_communicator(handle, settings),
+            }
         }
     }
-}
 
-/// The error of a library without the feature mpi.
-#[cfg(not(feature = "mpi"))]
-pub(crate) fn no_mpi(communicator: i32) -> Error {
-    let what = format!("a ring over the MPI communicator {communicator}");
-    Error::unsupported(what, "a library without the feature mpi")
+    #[cfg(not(feature = "mpi"))]
+    pub(crate) unsafe fn open(self, _: &Description) -> Result<Endpoint> {
+        let Self::Fortran(communicator) = self;
+        let what = format!("a ring over the MPI communicator {communicator}");
+        Err(annulus::Error::unsupported(what, "a library without the feature mpi"))
+    }
 }
 
 /// Settings of an endpoint. Only on a communicator that is the plan's own the wait may end: on the

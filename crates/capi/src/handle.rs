@@ -11,6 +11,7 @@
 use std::{
     any::Any,
     collections::BTreeMap,
+    ffi::c_int,
     marker::PhantomData,
     ptr,
     sync::{
@@ -21,6 +22,8 @@ use std::{
 
 use annulus::{Error, Result};
 use annulus_core::Process;
+
+use crate::{status::guard, versioned::check_pointer};
 
 /// The handles of one kind.
 pub(crate) struct Handles<T> {
@@ -55,7 +58,7 @@ impl<T: Send + 'static> Handles<T> {
     }
 
     /// Takes `value` in and returns its handle.
-    pub(crate) fn insert<H>(&self, value: T) -> *mut H {
+    fn insert<H>(&self, value: T) -> *mut H {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         #[cfg(unix)]
         if number == 1 {
@@ -65,6 +68,27 @@ impl<T: Send + 'static> Handles<T> {
         let (name, process) = (self.name, Process::current());
         table().insert(address, Arc::new(LiveHandle { name, process, value: Mutex::new(value) }));
         ptr::without_provenance_mut(address)
+    }
+
+    /// Makes a value with `make` and writes its handle to `*out`; writes NULL if that fails. Returns
+    /// the status.
+    ///
+    /// # Safety
+    /// `out` is NULL, misaligned or points to a writable pointer.
+    pub(crate) unsafe fn create<H>(
+        &self,
+        out: *mut *mut H,
+        make: impl FnOnce() -> Result<T>,
+    ) -> c_int {
+        guard(|| {
+            let out = check_pointer(self.name, out.cast_const())?;
+            // SAFETY: not NULL, aligned, writable as the caller promises
+            unsafe { out.write(ptr::null_mut()) };
+            let made = make()?;
+            // SAFETY: as above
+            unsafe { out.write(self.insert(made)) };
+            Ok(())
+        })
     }
 
     /// Calls `body` with the value behind a handle.

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The doc comments of all items named `annulus_*` are the documentation of the header, which
-//! cbindgen makes of them (`tests/header.rs`). Rules of every export:
+//! cbindgen makes of them (`tests/abi.rs`). Rules of every export:
 //!
 //! * It returns a status, [`annulus::Error::code`] or 0, and never unwinds ([`status`]).
 //! * A handle is a number that is never used twice, so a handle that is foreign or was destroyed is
@@ -33,8 +33,6 @@ mod options;
 mod overlap;
 mod passes;
 mod plan;
-#[cfg(test)]
-mod ranks;
 mod status;
 mod tensor;
 mod versioned;

@@ -15,18 +15,18 @@ use crate::tensor::Checked;
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] naming both.
-pub(crate) fn check(inputs: &[Option<Checked>], outputs: &[Option<Checked>]) -> Result<()> {
-    for (place, output) in outputs.iter().enumerate() {
-        let Some(output) = output else { continue };
-        let others = outputs[..place].iter().chain(inputs).flatten();
-        for other in others {
-            if !are_disjoint(output, other) {
-                return Err(Error::invalid(
-                    output.name,
-                    format!("memory that {} has as well", other.name),
-                    "elements of its own",
-                ));
-            }
+pub(crate) fn check<I: Iterator<Item = Checked>, O: Iterator<Item = Checked>>(
+    inputs: impl Fn() -> I,
+    outputs: impl Fn() -> O,
+) -> Result<()> {
+    for (place, output) in outputs().enumerate() {
+        let mut others = outputs().take(place).chain(inputs());
+        if let Some(other) = others.find(|other| !are_disjoint(&output, other)) {
+            return Err(Error::invalid(
+                output.name,
+                format!("memory that {} has as well", other.name),
+                "elements of its own",
+            ));
         }
     }
     Ok(())

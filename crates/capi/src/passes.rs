@@ -2,17 +2,18 @@
 
 use std::ffi::c_int;
 
-#[cfg(feature = "cuda")]
-use annulus::Error;
-use annulus::{BackwardViewMut, Element, ForwardView, ForwardViewMut, Result, Tensors};
-use ndarray::{ArrayView3, ArrayView4};
+use annulus::{
+    BackwardViewMut, Element, ForwardView, ForwardViewMut, Result, Tensors, overlapped::Overlapped,
+};
+use annulus_core::{Gradients, Inputs, Outputs};
+use ndarray::{ArrayView, ArrayView3, ArrayView4, ArrayViewMut, Dimension};
 
 use crate::{
     overlap,
-    plan::{PLANS, Pass, ProcessPlan, annulus_plan},
+    plan::{PLANS, ProcessPlan, annulus_plan, by_dtype},
     status::guard,
     tensor::{Checked, annulus_tensor},
-    versioned::{self, Versioned},
+    versioned::{self, Versioned, check_pointer},
 };
 
 /// The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
@@ -56,9 +57,6 @@ unsafe impl Versioned for annulus_forward_args {
     const NAME: &'static str = "args";
     const FIRST_BYTES: usize = 88;
 }
-
-// fields are appended, never removed
-const _: () = assert!(size_of::<annulus_forward_args>() >= annulus_forward_args::FIRST_BYTES);
 
 /// The tensors of a backward pass. Lengths and types: as of [`annulus_forward_args`].
 #[repr(C)]
@@ -112,26 +110,6 @@ unsafe impl Versioned for annulus_backward_args {
     const FIRST_BYTES: usize = 136;
 }
 
-// fields are appended, never removed
-const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_args::FIRST_BYTES);
-
-/// Evaluates `$call` with `$element` bound to the element type of a plan or a cache.
-macro_rules! by_dtype {
-    ($planned:expr, $element:ident => $call:expr) => {
-        match $planned.spec().dtype {
-            annulus::DType::F32 => by_dtype!(@ $element, f32, $call),
-            annulus::DType::F64 => by_dtype!(@ $element, f64, $call),
-            annulus::DType::F16 => by_dtype!(@ $element, annulus::half::f16, $call),
-            annulus::DType::Bf16 => by_dtype!(@ $element, annulus::half::bf16, $call),
-        }
-    };
-    (@ $element:ident, $type:ty, $call:expr) => {{
-        type $element = $type;
-        $call
-    }};
-}
-pub(crate) use by_dtype;
-
 /// Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
 /// except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).
 ///
@@ -155,17 +133,8 @@ pub unsafe extern "C" fn annulus_forward(
     args: *const annulus_forward_args,
 ) -> c_int {
     guard(|| {
-        // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |state| unsafe {
-            let planned = state.planned()?;
-            #[cfg(feature = "cuda")]
-            if planned.is_on_device() {
-                let viewed =
-                    ForwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
-                return planned.forward_on_device(viewed);
-            }
-            by_dtype!(planned, T => planned.forward(forward_tensors::<T>(args)))
-        })
+        // SAFETY: as the caller promises
+        PLANS.with(plan, |state| unsafe { state.plan_mut()?.forward(ForwardArgs::read(args)) })
     })
 }
 
@@ -186,66 +155,158 @@ pub unsafe extern "C" fn annulus_backward(
     args: *const annulus_backward_args,
 ) -> c_int {
     guard(|| {
-        // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |state| unsafe {
-            let planned = state.planned()?;
-            #[cfg(feature = "cuda")]
-            if planned.is_on_device() {
-                let viewed =
-                    BackwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
-                return planned.backward_on_device(viewed);
-            }
-            by_dtype!(planned, T => planned.backward(backward_tensors::<T>(args)))
-        })
+        // SAFETY: as the caller promises
+        PLANS.with(plan, |state| unsafe { state.plan_mut()?.backward(BackwardArgs::read(args)) })
     })
 }
 
-/// Inputs of both passes.
-struct GivenInputs {
-    q: Checked,
-    k: Checked,
-    v: Checked,
-    bias: Option<Checked>,
-    softmax_aux: Option<Checked>,
+/// Reads `[q, k, v, bias, softmax_aux]`.
+///
+/// # Safety
+/// As [`Checked::read`], for each.
+unsafe fn inputs([q, k, v, bias, sinks]: [*const annulus_tensor; 5]) -> Result<Inputs<Checked>> {
+    // SAFETY: as the caller promises
+    unsafe {
+        Ok(Inputs {
+            q: Checked::read("q", q)?,
+            k: Checked::read("k", k)?,
+            v: Checked::read("v", v)?,
+            bias: Checked::read_optional("bias", bias)?,
+            sinks: Checked::read_optional("softmax_aux", sinks)?,
+        })
+    }
 }
 
-impl GivenInputs {
-    /// Reads `[q, k, v, bias, softmax_aux]`.
+/// Reads `[out, lse, max, sum, ties, out_residual]`.
+///
+/// # Safety
+/// As [`Checked::read`], for each.
+unsafe fn outputs(
+    [out, lse, max, sum, ties, out_residual]: [*const annulus_tensor; 6],
+) -> Result<Outputs<Checked>> {
+    // SAFETY: as the caller promises
+    unsafe {
+        Ok(Outputs {
+            out: Checked::read("out", out)?,
+            lse: Checked::read("lse", lse)?,
+            max: Checked::read_optional("max", max)?,
+            sum: Checked::read_optional("sum", sum)?,
+            ties: Checked::read_optional("ties", ties)?,
+            out_residual: Checked::read_optional("out_residual", out_residual)?,
+        })
+    }
+}
+
+/// Tensors of a forward pass. No output shares an element with another tensor.
+struct ForwardArgs {
+    inputs: Inputs<Checked>,
+    outputs: Outputs<Checked>,
+}
+
+impl ForwardArgs {
+    /// Reads and checks the arguments.
     ///
     /// # Safety
-    /// As [`Checked::read`], for each.
-    unsafe fn read([q, k, v, bias, softmax_aux]: [*const annulus_tensor; 5]) -> Result<Self> {
+    /// As [`annulus_forward`].
+    unsafe fn read(args: *const annulus_forward_args) -> Result<Self> {
         // SAFETY: as the caller promises
-        unsafe {
-            Ok(Self {
-                q: Checked::read("q", q)?,
-                k: Checked::read("k", k)?,
-                v: Checked::read("v", v)?,
-                bias: Checked::read_optional("bias", bias)?,
-                softmax_aux: Checked::read_optional("softmax_aux", softmax_aux)?,
-            })
-        }
+        let (inputs, outputs) = unsafe {
+            let args = versioned::read(args)?;
+            (
+                inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                outputs([args.out, args.lse, args.max, args.sum, args.ties, args.out_residual])?,
+            )
+        };
+        overlap::check(|| inputs.into_tensors(), || outputs.into_tensors())?;
+        Ok(Self { inputs, outputs })
     }
+}
 
-    const fn all(&self) -> [Option<Checked>; 5] {
-        [Some(self.q), Some(self.k), Some(self.v), self.bias, self.softmax_aux]
-    }
+/// Tensors of a backward pass. No gradient shares an element with another tensor.
+struct BackwardArgs {
+    inputs: Inputs<Checked>,
+    /// Outputs of the forward pass.
+    forward: Outputs<Checked>,
+    dout: Checked,
+    dlse: Option<Checked>,
+    gradients: Gradients<Checked>,
+}
 
-    /// Views them.
+impl BackwardArgs {
+    /// Reads and checks the arguments.
     ///
     /// # Safety
-    /// As [`Checked::view4`], for each.
-    unsafe fn view<'a, T: Element>(&self) -> Result<Tensors<'a, T>> {
+    /// As [`annulus_backward`].
+    unsafe fn read(args: *const annulus_backward_args) -> Result<Self> {
         // SAFETY: as the caller promises
-        unsafe {
-            Ok(Tensors {
-                q: self.q.view4()?,
-                k: self.k.view4()?,
-                v: self.v.view4()?,
-                bias: self.bias.map(|bias| bias.view4()).transpose()?,
-                softmax_aux: self.softmax_aux.map(|sinks| sinks.view2()).transpose()?,
-            })
-        }
+        let read = unsafe {
+            let args = versioned::read(args)?;
+            Self {
+                inputs: inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                forward: outputs([
+                    args.out,
+                    args.lse,
+                    args.max,
+                    args.sum,
+                    args.ties,
+                    args.out_residual,
+                ])?,
+                dout: Checked::read("dout", args.dout)?,
+                dlse: Checked::read_optional("dlse", args.dlse)?,
+                gradients: Gradients {
+                    dq: Checked::read("dq", args.dq)?,
+                    dk: Checked::read("dk", args.dk)?,
+                    dv: Checked::read("dv", args.dv)?,
+                    dbias: Checked::read_optional("dbias", args.dbias)?,
+                    dsinks: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
+                },
+            }
+        };
+        let given = || {
+            let of_forward = read.inputs.into_tensors().chain(read.forward.into_tensors());
+            of_forward.chain([read.dout]).chain(read.dlse)
+        };
+        overlap::check(given, || read.gradients.into_tensors())?;
+        Ok(read)
+    }
+}
+
+/// Views an input that there may be.
+///
+/// # Safety
+/// As [`Checked::view`].
+pub(crate) unsafe fn view<'a, T: Element, D: Dimension>(
+    tensor: Option<Checked>,
+) -> Result<Option<ArrayView<'a, T, D>>> {
+    // SAFETY: as the caller promises
+    tensor.map(|tensor| unsafe { tensor.view() }).transpose()
+}
+
+/// Views an output that there may be.
+///
+/// # Safety
+/// As [`Checked::view_mut`].
+unsafe fn view_mut<'a, T: Element, D: Dimension>(
+    tensor: Option<Checked>,
+) -> Result<Option<ArrayViewMut<'a, T, D>>> {
+    // SAFETY: as the caller promises
+    tensor.map(|tensor| unsafe { tensor.view_mut() }).transpose()
+}
+
+/// Views the inputs of both passes.
+///
+/// # Safety
+/// As [`Checked::view`], for each.
+unsafe fn tensors<'a, T: Element>(inputs: &Inputs<Checked>) -> Result<Tensors<'a, T>> {
+    // SAFETY: as the caller promises
+    unsafe {
+        Ok(Tensors {
+            q: inputs.q.view()?,
+            k: inputs.k.view()?,
+            v: inputs.v.view()?,
+            bias: view(inputs.bias)?,
+            softmax_aux: view(inputs.sinks)?,
+        })
     }
 }
 
@@ -261,304 +322,158 @@ struct BackwardCall<'a, T: Element> {
     gradients: BackwardViewMut<'a, T>,
 }
 
-/// Tensors of a forward pass. No output shares an element with another tensor.
-struct ForwardArgs {
-    inputs: GivenInputs,
-    out: Checked,
-    lse: Checked,
-    max: Option<Checked>,
-    sum: Option<Checked>,
-    ties: Option<Checked>,
-    out_residual: Option<Checked>,
-}
-
 impl ForwardArgs {
-    /// Reads and checks the arguments.
+    /// Views the tensors in host memory.
     ///
     /// # Safety
     /// As [`annulus_forward`].
-    unsafe fn read(args: *const annulus_forward_args) -> Result<Self> {
-        // SAFETY: as the caller promises
+    unsafe fn on_host<'a, T: Element>(&self) -> Result<ForwardCall<'a, T>> {
+        let Outputs { out, lse, max, sum, ties, out_residual } = self.outputs;
+        // SAFETY: as the caller promises; the views of outputs share no element with another view
         unsafe {
-            let args = versioned::read(args)?;
-            let read = Self {
-                inputs: GivenInputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
-                out: Checked::read("out", args.out)?,
-                lse: Checked::read("lse", args.lse)?,
-                max: Checked::read_optional("max", args.max)?,
-                sum: Checked::read_optional("sum", args.sum)?,
-                ties: Checked::read_optional("ties", args.ties)?,
-                out_residual: Checked::read_optional("out_residual", args.out_residual)?,
+            let outputs = ForwardViewMut {
+                out: out.view_mut()?,
+                lse: lse.view_mut()?,
+                max: view_mut(max)?,
+                sum: view_mut(sum)?,
+                ties: view_mut(ties)?,
+                out_residual: view_mut(out_residual)?,
             };
-            let Self { inputs, out, lse, max, sum, ties, out_residual } = &read;
-            let outputs = [Some(*out), Some(*lse), *max, *sum, *ties, *out_residual];
-            overlap::check(&inputs.all(), &outputs)?;
-            Ok(read)
+            Ok((tensors(&self.inputs)?, outputs))
         }
     }
-}
-
-/// Tensors of a backward pass. No gradient shares an element with another tensor.
-struct BackwardArgs {
-    inputs: GivenInputs,
-    out: Checked,
-    lse: Checked,
-    max: Option<Checked>,
-    sum: Option<Checked>,
-    ties: Option<Checked>,
-    out_residual: Option<Checked>,
-    dout: Checked,
-    dlse: Option<Checked>,
-    dq: Checked,
-    dk: Checked,
-    dv: Checked,
-    dbias: Option<Checked>,
-    dsoftmax_aux: Option<Checked>,
 }
 
 impl BackwardArgs {
-    /// Reads and checks the arguments.
+    /// Views the tensors in host memory.
     ///
     /// # Safety
     /// As [`annulus_backward`].
-    unsafe fn read(args: *const annulus_backward_args) -> Result<Self> {
-        // SAFETY: as the caller promises
+    unsafe fn on_host<'a, T: Element>(&self) -> Result<BackwardCall<'a, T>> {
+        let Outputs { out, lse, max, sum, ties, out_residual } = self.forward;
+        let Gradients { dq, dk, dv, dbias, dsinks } = self.gradients;
+        // SAFETY: as of `ForwardArgs::on_host`
         unsafe {
-            let args = versioned::read(args)?;
-            let read = Self {
-                inputs: GivenInputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
-                out: Checked::read("out", args.out)?,
-                lse: Checked::read("lse", args.lse)?,
-                max: Checked::read_optional("max", args.max)?,
-                sum: Checked::read_optional("sum", args.sum)?,
-                ties: Checked::read_optional("ties", args.ties)?,
-                out_residual: Checked::read_optional("out_residual", args.out_residual)?,
-                dout: Checked::read("dout", args.dout)?,
-                dlse: Checked::read_optional("dlse", args.dlse)?,
-                dq: Checked::read("dq", args.dq)?,
-                dk: Checked::read("dk", args.dk)?,
-                dv: Checked::read("dv", args.dv)?,
-                dbias: Checked::read_optional("dbias", args.dbias)?,
-                dsoftmax_aux: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
-            };
-            let Self { inputs, out, lse, max, sum, ties, out_residual, dout, dlse, .. } = &read;
-            let gradients =
-                [Some(read.dq), Some(read.dk), Some(read.dv), read.dbias, read.dsoftmax_aux];
-            overlap::check(&inputs.all(), &gradients)?;
-            let forward = [Some(*out), Some(*lse), *max, *sum, *ties, *out_residual];
-            overlap::check(&forward, &gradients)?;
-            overlap::check(&[Some(*dout), *dlse], &gradients)?;
-            Ok(read)
+            Ok(BackwardCall {
+                tensors: tensors(&self.inputs)?,
+                forward: ForwardView {
+                    out: out.view()?,
+                    lse: lse.view()?,
+                    max: view(max)?,
+                    sum: view(sum)?,
+                    ties: view(ties)?,
+                    out_residual: view(out_residual)?,
+                },
+                dout: self.dout.view()?,
+                dlse: view(self.dlse)?,
+                gradients: BackwardViewMut {
+                    dq: dq.view_mut()?,
+                    dk: dk.view_mut()?,
+                    dv: dv.view_mut()?,
+                    dbias: view_mut(dbias)?,
+                    dsoftmax_aux: view_mut(dsinks)?,
+                },
+            })
         }
-    }
-}
-
-/// Checks and views the tensors of a forward pass.
-///
-/// # Safety
-/// As [`annulus_forward`].
-unsafe fn forward_tensors<'a, T: Element>(
-    args: *const annulus_forward_args,
-) -> Result<ForwardCall<'a, T>> {
-    // SAFETY: as the caller promises; the views of outputs share no element with another view
-    unsafe {
-        let ForwardArgs { inputs, out, lse, max, sum, ties, out_residual } =
-            ForwardArgs::read(args)?;
-        let outputs = ForwardViewMut {
-            out: out.view4_mut()?,
-            lse: lse.view3_mut()?,
-            max: max.map(|max| max.view3_mut()).transpose()?,
-            sum: sum.map(|sum| sum.view3_mut()).transpose()?,
-            ties: ties.map(|ties| ties.view3_mut()).transpose()?,
-            out_residual: out_residual.map(|residual| residual.view4_mut()).transpose()?,
-        };
-        Ok((inputs.view()?, outputs))
-    }
-}
-
-/// Checks and views the tensors of a backward pass.
-///
-/// # Safety
-/// As [`annulus_backward`].
-unsafe fn backward_tensors<'a, T: Element>(
-    args: *const annulus_backward_args,
-) -> Result<BackwardCall<'a, T>> {
-    // SAFETY: as of `forward_tensors`
-    unsafe {
-        let args = BackwardArgs::read(args)?;
-        Ok(BackwardCall {
-            tensors: args.inputs.view()?,
-            forward: ForwardView {
-                out: args.out.view4()?,
-                lse: args.lse.view3()?,
-                max: args.max.map(|max| max.view3()).transpose()?,
-                sum: args.sum.map(|sum| sum.view3()).transpose()?,
-                ties: args.ties.map(|ties| ties.view3()).transpose()?,
-                out_residual: args.out_residual.map(|residual| residual.view4()).transpose()?,
-            },
-            dout: args.dout.view4()?,
-            dlse: args.dlse.map(|dlse| dlse.view3()).transpose()?,
-            gradients: BackwardViewMut {
-                dq: args.dq.view4_mut()?,
-                dk: args.dk.view4_mut()?,
-                dv: args.dv.view4_mut()?,
-                dbias: args.dbias.map(|dbias| dbias.view4_mut()).transpose()?,
-                dsoftmax_aux: args.dsoftmax_aux.map(|dsinks| dsinks.view2_mut()).transpose()?,
-            },
-        })
     }
 }
 
 impl ProcessPlan {
-    fn forward<T: Element>(&mut self, viewed: Result<ForwardCall<'_, T>>) -> Result<()> {
-        let (tensors, outputs) = self.admit(viewed)?;
-        match self {
-            Self::Ring(ring) => ring.forward_into(&tensors, outputs).map(drop),
-            Self::Rank(plan) => plan.forward_into(&tensors, outputs).map(drop),
-            #[cfg(feature = "cuda")]
-            Self::Device(_) => Err(Error::internal("tensors in host memory")),
+    /// Computes a forward pass, or refuses it on all ranks.
+    ///
+    /// # Safety
+    /// As [`annulus_forward`].
+    unsafe fn forward(&mut self, args: Result<ForwardArgs>) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Self::Device(plan) = self {
+            // SAFETY: as the caller promises
+            let viewed = args.and_then(|args| unsafe { args.on_device() });
+            let (inputs, mut outputs) = viewed.map_err(|error| plan.refuse(error))?;
+            return plan.forward_in_place(inputs, &mut outputs).map(drop);
         }
+        by_dtype!(self, T => {
+            // SAFETY: as the caller promises
+            let viewed = args.and_then(|args| unsafe { args.on_host::<T>() });
+            let (tensors, outputs) = self.admit(viewed)?;
+            match self {
+                Self::Ring(ring) => ring.forward_into(&tensors, outputs).map(drop),
+                Self::Rank(plan) => plan.forward_into(&tensors, outputs).map(drop),
+                #[cfg(feature = "cuda")]
+                Self::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
+            }
+        })
     }
 
-    fn backward<T: Element>(&mut self, viewed: Result<BackwardCall<'_, T>>) -> Result<()> {
-        let BackwardCall { tensors, forward, dout, dlse, gradients } = self.admit(viewed)?;
-        match self {
-            Self::Ring(ring) => {
-                ring.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
-            }
-            Self::Rank(plan) => {
-                plan.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
-            }
-            #[cfg(feature = "cuda")]
-            Self::Device(_) => Err(Error::internal("tensors in host memory")),
+    /// Computes a backward pass, or refuses it on all ranks.
+    ///
+    /// # Safety
+    /// As [`annulus_backward`].
+    unsafe fn backward(&mut self, args: Result<BackwardArgs>) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Self::Device(plan) = self {
+            // SAFETY: as the caller promises
+            let viewed = args.and_then(|args| unsafe { args.on_device() });
+            let (inputs, mut gradients) = viewed.map_err(|error| plan.refuse(error))?;
+            return plan.backward_in_place(inputs, &mut gradients).map(drop);
         }
+        by_dtype!(self, T => {
+            // SAFETY: as the caller promises
+            let viewed = args.and_then(|args| unsafe { args.on_host::<T>() });
+            let BackwardCall { tensors, forward, dout, dlse, gradients } = self.admit(viewed)?;
+            match self {
+                Self::Ring(ring) => {
+                    ring.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
+                }
+                Self::Rank(plan) => {
+                    plan.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
+                }
+                #[cfg(feature = "cuda")]
+                Self::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
+            }
+        })
     }
 }
 
 /// Passes on tensors in device memory.
 #[cfg(feature = "cuda")]
 mod on_device {
-    use annulus::{
-        Spec,
-        backend::cuda::device::{CudaView, CudaViewMut},
-    };
+    use annulus::backend::cuda::device::{CudaView, CudaViewMut};
     use annulus_core::{BackwardInputs, Gradients, Inputs, Outputs, max_and_sum};
 
-    use super::{BackwardArgs, Checked, Error, ForwardArgs, ProcessPlan, Result};
+    use super::{BackwardArgs, Checked, ForwardArgs, Result};
 
     type Forward = (Inputs<CudaView<'static>>, Outputs<CudaViewMut<'static>>);
     type Backward = (BackwardInputs<CudaView<'static>>, Gradients<CudaViewMut<'static>>);
 
-    impl super::GivenInputs {
-        /// Views them.
-        ///
-        /// # Safety
-        /// As [`Checked::device_view`], for each.
-        unsafe fn on_device(&self, spec: &Spec) -> Result<Inputs<CudaView<'static>>> {
-            let (element, sums) = (spec.dtype, spec.dtype.accumulator());
-            // SAFETY: as the caller promises
-            let of_sums = |tensor: Checked| unsafe { tensor.device_view(sums) };
-            // SAFETY: as the caller promises
-            unsafe {
-                Ok(Inputs {
-                    q: self.q.device_view(element)?,
-                    k: self.k.device_view(element)?,
-                    v: self.v.device_view(element)?,
-                    bias: self.bias.map(of_sums).transpose()?,
-                    sinks: self.softmax_aux.map(of_sums).transpose()?,
-                })
-            }
-        }
-    }
-
     impl ForwardArgs {
-        /// Views the tensors.
+        /// Views the tensors. The plan checks their element types and shapes.
         ///
         /// # Safety
         /// As [`Checked::device_view`] and [`Checked::device_view_mut`].
-        pub(super) unsafe fn on_device(&self, spec: &Spec) -> Result<Forward> {
-            let sums = spec.dtype.accumulator();
+        pub(super) unsafe fn on_device(&self) -> Result<Forward> {
             // SAFETY: as the caller promises
-            let of_sums = |tensor: Checked| unsafe { tensor.device_view_mut(sums) };
+            let read = |tensor: Checked| unsafe { tensor.device_view() };
             // SAFETY: as the caller promises
-            unsafe {
-                let outputs = Outputs {
-                    out: self.out.device_view_mut(spec.dtype)?,
-                    lse: of_sums(self.lse)?,
-                    max: self.max.map(of_sums).transpose()?,
-                    sum: self.sum.map(of_sums).transpose()?,
-                    ties: self.ties.map(of_sums).transpose()?,
-                    out_residual: self
-                        .out_residual
-                        .map(|residual| residual.device_view_mut(spec.dtype))
-                        .transpose()?,
-                };
-                Ok((self.inputs.on_device(spec)?, outputs))
-            }
+            let written = |tensor: Checked| unsafe { tensor.device_view_mut() };
+            Ok((self.inputs.try_map(read)?, self.outputs.try_map(written)?))
         }
     }
 
     impl BackwardArgs {
-        /// Views the tensors.
+        /// Views the tensors. The plan checks their element types and shapes.
         ///
         /// # Safety
         /// As [`Checked::device_view`] and [`Checked::device_view_mut`].
-        pub(super) unsafe fn on_device(&self, spec: &Spec) -> Result<Backward> {
-            let (element, sums) = (spec.dtype, spec.dtype.accumulator());
+        pub(super) unsafe fn on_device(&self) -> Result<Backward> {
+            let Outputs { out, lse, max, sum, ties, out_residual } = self.forward;
+            let (max, sum) = max_and_sum(lse, max, sum)?;
+            let (forward, dout, dlse) = (self.inputs, self.dout, self.dlse);
+            let inputs = BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse };
             // SAFETY: as the caller promises
-            let read = |tensor: Checked| unsafe { tensor.device_view(sums) };
+            let read = |tensor: Checked| unsafe { tensor.device_view() };
             // SAFETY: as the caller promises
-            let written = |tensor: Checked| unsafe { tensor.device_view_mut(sums) };
-            // SAFETY: as the caller promises
-            unsafe {
-                let optional = |tensor: Option<Checked>| tensor.map(read).transpose();
-                let (max, sum) =
-                    max_and_sum(read(self.lse)?, optional(self.max)?, optional(self.sum)?)?;
-                let inputs = BackwardInputs {
-                    forward: self.inputs.on_device(spec)?,
-                    out: self.out.device_view(element)?,
-                    max,
-                    sum,
-                    ties: optional(self.ties)?,
-                    dout: self.dout.device_view(element)?,
-                    dlse: optional(self.dlse)?,
-                    out_residual: self
-                        .out_residual
-                        .map(|residual| residual.device_view(element))
-                        .transpose()?,
-                };
-                let gradients = Gradients {
-                    dq: self.dq.device_view_mut(element)?,
-                    dk: self.dk.device_view_mut(element)?,
-                    dv: self.dv.device_view_mut(element)?,
-                    dbias: self.dbias.map(written).transpose()?,
-                    dsinks: self.dsoftmax_aux.map(written).transpose()?,
-                };
-                Ok((inputs, gradients))
-            }
-        }
-    }
-
-    impl ProcessPlan {
-        /// True if the tensors are in device memory.
-        pub(super) const fn is_on_device(&self) -> bool {
-            matches!(self, Self::Device(_))
-        }
-
-        pub(super) fn forward_on_device(&mut self, viewed: Result<Forward>) -> Result<()> {
-            let (inputs, mut outputs) = self.admit(viewed)?;
-            match self {
-                Self::Device(plan) => plan.forward_in_place(inputs, &mut outputs).map(drop),
-                _ => Err(Error::internal("tensors in device memory")),
-            }
-        }
-
-        pub(super) fn backward_on_device(&mut self, viewed: Result<Backward>) -> Result<()> {
-            let (inputs, mut gradients) = self.admit(viewed)?;
-            match self {
-                Self::Device(plan) => plan.backward_in_place(inputs, &mut gradients).map(drop),
-                _ => Err(Error::internal("tensors in device memory")),
-            }
+            let written = |tensor: Checked| unsafe { tensor.device_view_mut() };
+            Ok((inputs.try_map(read)?, self.gradients.try_map(written)?))
         }
     }
 }
@@ -586,21 +501,12 @@ pub unsafe extern "C" fn annulus_forward_start(
     args: *const annulus_forward_args,
 ) -> c_int {
     guard(|| {
-        // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |state| unsafe {
-            let planned = state.planned()?;
-            #[cfg(feature = "cuda")]
-            if planned.is_on_device() {
-                let viewed =
-                    ForwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
-                return state.start(Box::new(move |planned| planned.forward_on_device(viewed)));
-            }
-            let pass: Pass = by_dtype!(planned, T => {
-                // checked now; the elements live until the pass has ended
-                let viewed = forward_tensors::<'static, T>(args);
-                Box::new(move |planned: &mut ProcessPlan| planned.forward(viewed))
-            });
-            state.start(pass)
+        PLANS.with(plan, |state| {
+            state.plan_mut()?;
+            // SAFETY: as the caller promises; checked now, viewed when the pass runs
+            let read = unsafe { ForwardArgs::read(args) };
+            // SAFETY: as the caller promises: the elements live until the pass has ended
+            state.start(move |planned| unsafe { planned.forward(read) })
         })
     })
 }
@@ -618,21 +524,12 @@ pub unsafe extern "C" fn annulus_backward_start(
     args: *const annulus_backward_args,
 ) -> c_int {
     guard(|| {
-        // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |state| unsafe {
-            let planned = state.planned()?;
-            #[cfg(feature = "cuda")]
-            if planned.is_on_device() {
-                let viewed =
-                    BackwardArgs::read(args).and_then(|args| args.on_device(planned.spec()));
-                return state.start(Box::new(move |planned| planned.backward_on_device(viewed)));
-            }
-            let pass: Pass = by_dtype!(planned, T => {
-                // checked now; the elements live until the pass has ended
-                let viewed = backward_tensors::<'static, T>(args);
-                Box::new(move |planned: &mut ProcessPlan| planned.backward(viewed))
-            });
-            state.start(pass)
+        PLANS.with(plan, |state| {
+            state.plan_mut()?;
+            // SAFETY: as the caller promises; checked now, viewed when the pass runs
+            let read = unsafe { BackwardArgs::read(args) };
+            // SAFETY: as the caller promises: the elements live until the pass has ended
+            state.start(move |planned| unsafe { planned.backward(read) })
         })
     })
 }
@@ -648,16 +545,12 @@ pub unsafe extern "C" fn annulus_backward_start(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_test(plan: *mut annulus_plan, done: *mut i32) -> c_int {
     guard(|| {
-        let done = versioned::check_pointer("done", done.cast_const())?;
+        let done = check_pointer("done", done.cast_const())?;
         PLANS.with(plan, |state| {
+            let has_ended = state.test();
             // SAFETY: not NULL, aligned, writable as the caller promises
-            unsafe { done.write(0) };
-            let ended = state.finish(false);
-            if !matches!(ended, Ok(None)) {
-                // SAFETY: as above
-                unsafe { done.write(1) };
-            }
-            ended.map(drop)
+            unsafe { done.write(has_ended.into()) };
+            if has_ended { state.wait() } else { Ok(()) }
         })
     })
 }
@@ -668,5 +561,5 @@ pub unsafe extern "C" fn annulus_plan_test(plan: *mut annulus_plan, done: *mut i
 /// Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
 #[unsafe(no_mangle)]
 pub extern "C" fn annulus_plan_wait(plan: *mut annulus_plan) -> c_int {
-    guard(|| PLANS.with(plan, |state| state.finish(true).map(drop)))
+    guard(|| PLANS.with(plan, Overlapped::wait))
 }

@@ -1,29 +1,25 @@
 //! The handle of a plan: creation over each kind of ring, queries, update, destruction.
 
-use std::{
-    ffi::{c_char, c_int},
-    slice,
-};
+use std::ffi::{c_char, c_int};
 
-#[cfg(feature = "cuda")]
-use annulus::comm::threads;
 use annulus::{
     Batch, Error, Layout, LocalRing, Plan, Result, Route, Spec, Strategy,
-    comm::{Cancellation, ring::PassKind},
+    comm::{Cancellation, ring::PassKind, threads},
     overlapped::{OverlapPlan, Overlapped},
     planning::Runs,
 };
+use annulus_core::{Host, Transport};
 
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, DevicePlan};
 #[cfg(feature = "mpi")]
 use crate::endpoint::MPI_Comm;
 use crate::{
-    attention::{ATTENTIONS, annulus_attention, create, write_rows},
-    batch::annulus_batch,
+    attention::{self, annulus_attention},
+    batch::{self, annulus_batch},
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
-    endpoint::{self, Endpoint, annulus_endpoint},
-    fields::length,
+    endpoint::{self, Communicator, Endpoint, annulus_endpoint},
+    fields::{length, write_list, write_numbers, write_rows},
     handle::Handles,
     option_fields::{
         ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
@@ -34,7 +30,6 @@ use crate::{
     },
     options::Description,
     status::guard,
-    versioned::{self, check_pointer},
 };
 
 /// A plan: made once, used for many passes. Opaque.
@@ -42,17 +37,13 @@ pub struct annulus_plan {
     _opaque: [u8; 0],
 }
 
-pub(crate) static PLANS: Handles<PlanState> = Handles::new("plan");
+pub(crate) static PLANS: Handles<Overlapped<ProcessPlan, ()>> = Handles::new("plan");
 
 /// Plan of either kind of ring.
 pub(crate) enum ProcessPlan {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
-    #[cfg_attr(
-        not(any(feature = "mpi", feature = "emulator", test)),
-        expect(dead_code, reason = "a library without MPI has rings of threads only")
-    )]
     Rank(Box<Plan>),
     /// One rank, over its own rows in device memory.
     #[cfg(feature = "cuda")]
@@ -86,35 +77,22 @@ macro_rules! sum_over_ranks {
     };
 }
 
-/// State behind the handle of a plan.
-pub(crate) struct PlanState(Overlapped<ProcessPlan, ()>);
-
-/// A pass that runs later, on a thread of its own.
-pub(crate) type Pass = Box<dyn FnOnce(&mut ProcessPlan) -> Result<()> + Send>;
-
-impl PlanState {
-    fn new(planned: ProcessPlan) -> Self {
-        Self(Overlapped::new(planned))
-    }
-
-    /// The plan.
-    pub(crate) fn planned(&mut self) -> Result<&mut ProcessPlan> {
-        self.0.plan_mut()
-    }
-
-    /// Starts a pass on a thread of its own.
-    pub(crate) fn start(&mut self, pass: Pass) -> Result<()> {
-        self.0.start(pass)
-    }
-
-    /// Ends the pass under way; `None` if it is not done and `waits` is false.
-    pub(crate) fn finish(&mut self, waits: bool) -> Result<Option<()>> {
-        if !waits && !self.0.test() {
-            return Ok(None);
+/// Evaluates `$call` with `$element` bound to the element type of a plan or a cache.
+macro_rules! by_dtype {
+    ($planned:expr, $element:ident => $call:expr) => {
+        match $planned.spec().dtype {
+            annulus::DType::F32 => by_dtype!(@ $element, f32, $call),
+            annulus::DType::F64 => by_dtype!(@ $element, f64, $call),
+            annulus::DType::F16 => by_dtype!(@ $element, annulus::half::f16, $call),
+            annulus::DType::Bf16 => by_dtype!(@ $element, annulus::half::bf16, $call),
         }
-        self.0.wait().map(Some)
-    }
+    };
+    (@ $element:ident, $type:ty, $call:expr) => {{
+        type $element = $type;
+        $call
+    }};
 }
+pub(crate) use by_dtype;
 
 impl OverlapPlan for ProcessPlan {
     fn any_thread(&self) -> bool {
@@ -159,30 +137,45 @@ impl ProcessPlan {
     }
 }
 
+/// Makes the handle of a plan.
+///
+/// # Safety
+/// As [`Handles::create`].
+unsafe fn create(
+    plan: *mut *mut annulus_plan,
+    make: impl FnOnce() -> Result<ProcessPlan>,
+) -> c_int {
+    // SAFETY: as the caller promises
+    unsafe { PLANS.create(plan, || make().map(Overlapped::new)) }
+}
+
 /// Copies the description behind a handle, for a plan.
 fn description(attention: *const annulus_attention) -> Result<Description> {
-    let description = ATTENTIONS.with(attention, |description| Ok(description.clone()))?;
+    let description = attention::description(attention)?;
     description.check_plan()?;
     Ok(description)
 }
 
 /// Plans one rank over MPI.
-#[cfg(feature = "mpi")]
-fn over_mpi(description: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
-    #[cfg(feature = "cuda")]
+fn over_mpi(description: &Description, ring: Endpoint) -> Result<ProcessPlan> {
+    #[cfg(all(feature = "cuda", feature = "mpi"))]
     if let Some(stream) = description.host_stream {
-        let planned = ProcessPlan::Device(Box::new(cuda::over_mpi(description, stream, ring)?));
-        return Ok(PLANS.insert(PlanState::new(planned)));
+        return Ok(ProcessPlan::Device(Box::new(cuda::over_mpi(description, stream, ring)?)));
     }
-    let planned =
-        ProcessPlan::Rank(Box::new(Plan::new(&description.setup, description.dims, ring)?));
-    Ok(PLANS.insert(PlanState::new(planned)))
+    over(description, ring)
 }
 
-/// Without MPI there is no endpoint.
-#[cfg(not(feature = "mpi"))]
-fn over_mpi(_: &Description, ring: Endpoint) -> Result<*mut annulus_plan> {
-    match ring {}
+/// Plans one rank over a transport of host memory.
+fn over<T: Transport<Host> + 'static>(
+    description: &Description,
+    transport: T,
+) -> Result<ProcessPlan> {
+    #[cfg(feature = "cuda")]
+    if let Some(stream) = description.host_stream {
+        return Ok(ProcessPlan::Device(Box::new(cuda::over(description, stream, transport)?)));
+    }
+    let plan = Plan::new(&description.setup, description.dims, transport)?;
+    Ok(ProcessPlan::Rank(Box::new(plan)))
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
@@ -206,18 +199,16 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
     let make = || {
         let description = description(attention)?;
         let ranks = length("ranks", ranks)?;
-        #[cfg(feature = "cuda")]
-        if let (Some(stream), 1) = (description.host_stream, ranks) {
+        if description.host_stream.is_some() && ranks == 1 {
             let alone = threads::ring(1).pop().ok_or_else(|| Error::internal("no rank"))?;
-            let planned = ProcessPlan::Device(Box::new(cuda::over(&description, stream, alone)?));
-            return Ok(PLANS.insert(PlanState::new(planned)));
+            return over(&description, alone);
         }
         description.check_host_tensors("an in-process ring of other than one rank")?;
         let ring = LocalRing::new(description.setup, description.dims, ranks)?;
-        Ok(PLANS.insert(PlanState::new(ProcessPlan::Ring(ring))))
+        Ok(ProcessPlan::Ring(ring))
     };
     // SAFETY: as the caller promises
-    unsafe { create("plan", plan, make) }
+    unsafe { create(plan, make) }
 }
 
 /// Plans this rank of a ring over the ranks of a communicator of MPI, given as Fortran and
@@ -245,20 +236,14 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
     communicator: i32,
     plan: *mut *mut annulus_plan,
 ) -> c_int {
-    #[cfg(feature = "mpi")]
     let make = || {
         let description = description(attention)?;
         // SAFETY: as the caller promises
-        let ring = unsafe { endpoint::over_fortran(&description, communicator) }?;
+        let ring = unsafe { Communicator::Fortran(communicator).open(&description) }?;
         over_mpi(&description, ring)
     };
-    #[cfg(not(feature = "mpi"))]
-    let make = || {
-        description(attention)?;
-        Err(endpoint::no_mpi(communicator))
-    };
     // SAFETY: as the caller promises
-    unsafe { create("plan", plan, make) }
+    unsafe { create(plan, make) }
 }
 
 /// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
@@ -281,11 +266,11 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
     let make = || {
         let description = description(attention)?;
         // SAFETY: as the caller promises
-        let ring = unsafe { endpoint::over_communicator(&description, communicator) }?;
+        let ring = unsafe { Communicator::C(communicator).open(&description) }?;
         over_mpi(&description, ring)
     };
     // SAFETY: as the caller promises
-    unsafe { create("plan", plan, make) }
+    unsafe { create(plan, make) }
 }
 
 /// Plans this rank of a ring over an endpoint, which several plans and caches share.
@@ -311,50 +296,31 @@ pub unsafe extern "C" fn annulus_plan_create_endpoint(
         over_mpi(&description(attention)?, ring)
     };
     // SAFETY: as the caller promises
-    unsafe { create("plan", plan, make) }
+    unsafe { create(plan, make) }
 }
 
 /// Plans one rank over a transport, as the functions over MPI do, for tests.
-#[cfg(any(test, feature = "emulator"))]
 #[doc(hidden)]
-pub fn plan_over<T: annulus_core::Transport<annulus_core::Host> + 'static>(
+pub fn plan_over<T: Transport<Host> + 'static>(
     attention: *const annulus_attention,
     transport: T,
     plan: &mut *mut annulus_plan,
 ) -> c_int {
-    let make = || {
-        let description = description(attention)?;
-        #[cfg(feature = "cuda")]
-        if let Some(stream) = description.host_stream {
-            let planned =
-                ProcessPlan::Device(Box::new(cuda::over(&description, stream, transport)?));
-            return Ok(PLANS.insert(PlanState::new(planned)));
-        }
-        let plan = Plan::new(description.setup, description.dims, transport)?;
-        let planned = ProcessPlan::Rank(Box::new(plan));
-        Ok(PLANS.insert(PlanState::new(planned)))
-    };
     // SAFETY: a reference to a writable pointer
-    unsafe { create("plan", plan, make) }
+    unsafe { create(plan, || over(&description(attention)?, transport)) }
 }
 
-/// Writes a number to `*out`, computed from the plan.
+/// Writes numbers to the places that `outs` name, computed from the plan.
 ///
 /// # Safety
-/// `out` is NULL, misaligned or points to a writable value.
-unsafe fn answer<T>(
+/// The places are NULL, misaligned or writable.
+unsafe fn answer<T, const N: usize>(
     plan: *const annulus_plan,
-    name: &str,
-    out: *mut T,
-    of: impl FnOnce(&ProcessPlan) -> Result<T>,
+    outs: [(&str, *mut T); N],
+    of: impl FnOnce(&ProcessPlan) -> Result<[T; N]>,
 ) -> c_int {
-    guard(|| {
-        let out = check_pointer(name, out.cast_const())?;
-        let value = PLANS.with(plan, |state| state.planned().and_then(|planned| of(planned)))?;
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe { out.write(value) };
-        Ok(())
-    })
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_numbers(outs, || PLANS.with(plan, |state| of(state.plan_mut()?))) })
 }
 
 /// Writes this rank to `*rank`; 0 for an in-process ring. Local.
@@ -368,7 +334,9 @@ unsafe fn answer<T>(
 pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut i64) -> c_int {
     // SAFETY: as the caller promises
     unsafe {
-        answer(plan, "rank", rank, |planned| Ok(of_plan!(planned, plan => plan.rank() as i64)))
+        answer(plan, [("rank", rank)], |planned| {
+            Ok([of_plan!(planned, plan => plan.rank() as i64)])
+        })
     }
 }
 
@@ -383,7 +351,9 @@ pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut
 pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *mut i64) -> c_int {
     // SAFETY: as the caller promises
     unsafe {
-        answer(plan, "ranks", ranks, |planned| Ok(of_plan!(planned, plan => plan.ranks() as i64)))
+        answer(plan, [("ranks", ranks)], |planned| {
+            Ok([of_plan!(planned, plan => plan.ranks() as i64)])
+        })
     }
 }
 
@@ -396,17 +366,21 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &ProcessPlan| match of_plan!(planned, plan => plan.layout()).without_leaves()
-    {
-        Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
-        Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
-        Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
-        Layout::Custom(_) => Ok(ANNULUS_LAYOUT_CUSTOM),
-        Layout::Balanced(_) => Ok(ANNULUS_LAYOUT_BALANCED),
-        other => Err(Error::internal(format!("the layout {} has no number", other.name()))),
+    let of = |planned: &ProcessPlan| {
+        Ok([match of_plan!(planned, plan => plan.layout()).without_leaves() {
+            Layout::Contiguous => ANNULUS_LAYOUT_CONTIGUOUS,
+            Layout::Zigzag => ANNULUS_LAYOUT_ZIGZAG,
+            Layout::Striped => ANNULUS_LAYOUT_STRIPED,
+            Layout::Custom(_) => ANNULUS_LAYOUT_CUSTOM,
+            Layout::Balanced(_) => ANNULUS_LAYOUT_BALANCED,
+            other => {
+                let what = format!("the layout {} has no number", other.name());
+                return Err(Error::internal(what));
+            }
+        }])
     };
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "layout", layout, of) }
+    unsafe { answer(plan, [("layout", layout)], of) }
 }
 
 /// Writes the route in force to `*route`, a constant ANNULUS_ROUTE_* other than AUTO. Local.
@@ -419,17 +393,17 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
     let of = |planned: &ProcessPlan| {
-        Ok(match of_plan!(planned, plan => plan.route()) {
+        Ok([match of_plan!(planned, plan => plan.route()) {
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
             Route::Direct => ANNULUS_ROUTE_DIRECT,
             Route::RailsUp { .. } => ANNULUS_ROUTE_RAILS_UP,
             Route::RailsDown { .. } => ANNULUS_ROUTE_RAILS_DOWN,
             Route::OncePerNode { .. } => ANNULUS_ROUTE_ONCE_PER_NODE,
-        })
+        }])
     };
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "route", route, of) }
+    unsafe { answer(plan, [("route", route)], of) }
 }
 
 /// Writes the strategy in force to `*strategy`: ANNULUS_STRATEGY_RING, HEADS_RING or GRID, which
@@ -447,28 +421,20 @@ pub unsafe extern "C" fn annulus_plan_strategy(
     strategy: *mut i32,
     heads: *mut i32,
 ) -> c_int {
-    guard(|| {
-        let [strategy, heads] = [("strategy", strategy), ("heads", heads)]
-            .map(|(name, out)| check_pointer(name, out.cast_const()));
-        let (strategy, heads) = (strategy?, heads?);
-        let in_force =
-            PLANS.with(plan, |state| Ok(of_plan!(state.planned()?, plan => plan.strategy())))?;
+    let of = |planned: &ProcessPlan| {
+        let in_force = of_plan!(planned, plan => plan.strategy());
         let members = in_force.heads().and_then(|members| i32::try_from(members).ok());
-        let (constant, members) = match (in_force, members) {
-            (Strategy::Ring, _) => (ANNULUS_STRATEGY_RING, 1),
-            (Strategy::HeadsRing { .. }, Some(members)) => (ANNULUS_STRATEGY_HEADS_RING, members),
-            (Strategy::Grid { .. }, Some(parts)) => (ANNULUS_STRATEGY_GRID, parts),
-            (other, _) => {
-                return Err(Error::internal(format!("the strategy {other} has no number")));
+        match (in_force, members) {
+            (Strategy::Ring, _) => Ok([ANNULUS_STRATEGY_RING, 1]),
+            (Strategy::HeadsRing { .. }, Some(members)) => {
+                Ok([ANNULUS_STRATEGY_HEADS_RING, members])
             }
-        };
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe {
-            strategy.write(constant);
-            heads.write(members);
+            (Strategy::Grid { .. }, Some(parts)) => Ok([ANNULUS_STRATEGY_GRID, parts]),
+            (other, _) => Err(Error::internal(format!("the strategy {other} has no number"))),
         }
-        Ok(())
-    })
+    };
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, [("strategy", strategy), ("heads", heads)], of) }
 }
 
 /// Writes the parts into which the strategy in force divides queries and keys: the parts over which
@@ -485,26 +451,17 @@ pub unsafe extern "C" fn annulus_plan_grid(
     queries: *mut i32,
     keys: *mut i32,
 ) -> c_int {
-    guard(|| {
-        let [queries, keys] = [("queries", queries), ("keys", keys)]
-            .map(|(name, out)| check_pointer(name, out.cast_const()));
-        let (queries, keys) = (queries?, keys?);
-        let (in_force, ranks) = PLANS.with(plan, |state| {
-            Ok(of_plan!(state.planned()?, plan => (plan.strategy(), plan.ranks())))
-        })?;
-        let (of_queries, of_keys) = match in_force {
+    let of = |planned: &ProcessPlan| {
+        let (in_force, ranks) = of_plan!(planned, plan => (plan.strategy(), plan.ranks()));
+        let (queries, keys) = match in_force {
             Strategy::Grid { queries, keys, .. } => (queries, keys),
             other => (ranks / other.heads().unwrap_or(1).max(1), 1),
         };
         let number = |parts: usize| i32::try_from(parts).map_err(Error::internal);
-        let (of_queries, of_keys) = (number(of_queries)?, number(of_keys)?);
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe {
-            queries.write(of_queries);
-            keys.write(of_keys);
-        }
-        Ok(())
-    })
+        Ok([number(queries)?, number(keys)?])
+    };
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, [("queries", queries), ("keys", keys)], of) }
 }
 
 /// Writes the fingerprint of the arithmetic to `text`, with a zero byte at its end, and its length
@@ -527,29 +484,15 @@ pub unsafe extern "C" fn annulus_plan_numerics(
     capacity: i64,
     length: *mut i64,
 ) -> c_int {
-    guard(|| {
-        let length = check_pointer("length", length.cast_const())?;
-        let room = crate::fields::length("capacity", capacity)?;
-        let numerics = |state: &mut PlanState| {
-            Ok(of_plan!(state.planned()?, plan => plan.numerics().to_owned()))
-        };
-        let numerics = PLANS.with(plan, numerics)?;
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe { length.write(numerics.len() as i64) };
-        if text.is_null() && room == 0 {
-            return Ok(());
-        }
-        let text = check_pointer("text", text.cast_const())?;
-        if room <= numerics.len() {
-            let want = format!("at least {}", numerics.len() + 1);
-            return Err(Error::invalid("capacity", capacity, want));
-        }
-        // SAFETY: not NULL, and the caller promises `capacity` writable bytes, of which there are
-        // enough; the fingerprint is not among them
-        let text = unsafe { slice::from_raw_parts_mut(text.as_ptr().cast(), numerics.len() + 1) };
-        text.iter_mut().zip(numerics.bytes().chain([0])).for_each(|(into, byte)| *into = byte);
-        Ok(())
-    })
+    let of = || {
+        let numerics =
+            |planned: &ProcessPlan| of_plan!(planned, plan => plan.numerics().to_owned());
+        let numerics = PLANS.with(plan, |state| Ok(numerics(state.plan_mut()?)))?;
+        let bytes = numerics.into_bytes().into_iter();
+        Ok((bytes.len(), bytes.chain([0]).map(|byte| byte as c_char)))
+    };
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_list(("text", text), capacity, ("length", length), 1, of) })
 }
 
 /// Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
@@ -573,10 +516,10 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     bytes: *mut u64,
 ) -> c_int {
     let of = |planned: &ProcessPlan| {
-        Ok(sum_over_ranks!(planned, plan => plan.buffer_bytes() + plan.workspace_bytes()))
+        Ok([sum_over_ranks!(planned, plan => plan.buffer_bytes() + plan.workspace_bytes())])
     };
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "bytes", bytes, of) }
+    unsafe { answer(plan, [("bytes", bytes)], of) }
 }
 
 /// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
@@ -603,10 +546,10 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
             other => return Err(Error::invalid("pass", other, "an ANNULUS_PASS constant")),
         };
-        Ok(sum_over_ranks!(planned, plan => plan.bytes_predicted(pass)))
+        Ok([sum_over_ranks!(planned, plan => plan.bytes_predicted(pass))])
     };
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "bytes", bytes, of) }
+    unsafe { answer(plan, [("bytes", bytes)], of) }
 }
 
 /// Writes the global query rows of this rank, in the order of its tensors, to `rows`, and their
@@ -632,7 +575,7 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
         ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
         rank => of_plan!(rank, plan => plan.q_rows().clone()),
     };
-    let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
+    let of = || PLANS.with(plan, |state| Ok(of(state.plan_mut()?)));
     // SAFETY: as the caller promises
     guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
@@ -655,7 +598,7 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
         ProcessPlan::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
         rank => of_plan!(rank, plan => plan.kv_rows().clone()),
     };
-    let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
+    let of = || PLANS.with(plan, |state| Ok(of(state.plan_mut()?)));
     // SAFETY: as the caller promises
     guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
@@ -680,13 +623,9 @@ pub unsafe extern "C" fn annulus_plan_update(
 ) -> c_int {
     guard(|| {
         PLANS.with(plan, |state| {
-            let planned = state.planned()?;
-            if batch.is_null() {
-                return planned.update(Ok(Batch::default()));
-            }
             // SAFETY: as the caller promises
-            let batch = unsafe { versioned::read(batch).and_then(|batch| batch.copy()) };
-            planned.update(batch)
+            let batch = unsafe { batch::copied(batch) };
+            state.plan_mut()?.update(batch.map(Option::unwrap_or_default))
         })
     })
 }

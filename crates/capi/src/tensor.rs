@@ -3,9 +3,7 @@
 use std::ffi::c_void;
 
 use annulus::{DType, Element, Error, Result};
-use ndarray::{
-    ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, ArrayViewMut3, ArrayViewMut4, ShapeBuilder,
-};
+use ndarray::{ArrayView, ArrayViewMut, Dimension, IxDyn, ShapeBuilder, StrideShape};
 
 use crate::versioned::check_pointer;
 
@@ -57,21 +55,27 @@ pub(crate) struct ElementType {
     pub(crate) constant: i32,
     pub(crate) bytes: usize,
     name: &'static str,
+    /// The floating-point type that it is.
+    pub(crate) float: Option<DType>,
 }
 
-/// All element types: constant, bytes, name in errors.
+/// All element types.
 const ELEMENT_TYPES: [ElementType; 10] = [
-    ElementType { constant: ANNULUS_F32, bytes: 4, name: "f32" },
-    ElementType { constant: ANNULUS_F64, bytes: 8, name: "f64" },
-    ElementType { constant: ANNULUS_F16, bytes: 2, name: "f16" },
-    ElementType { constant: ANNULUS_BF16, bytes: 2, name: "bf16" },
-    ElementType { constant: ANNULUS_I8, bytes: 1, name: "i8" },
-    ElementType { constant: ANNULUS_I16, bytes: 2, name: "i16" },
-    ElementType { constant: ANNULUS_I32, bytes: 4, name: "i32" },
-    ElementType { constant: ANNULUS_I64, bytes: 8, name: "i64" },
-    ElementType { constant: ANNULUS_U8, bytes: 1, name: "u8" },
-    ElementType { constant: ANNULUS_BOOL, bytes: 1, name: "bool" },
+    float(ANNULUS_F32, DType::F32),
+    float(ANNULUS_F64, DType::F64),
+    float(ANNULUS_F16, DType::F16),
+    float(ANNULUS_BF16, DType::Bf16),
+    ElementType { constant: ANNULUS_I8, bytes: 1, name: "i8", float: None },
+    ElementType { constant: ANNULUS_I16, bytes: 2, name: "i16", float: None },
+    ElementType { constant: ANNULUS_I32, bytes: 4, name: "i32", float: None },
+    ElementType { constant: ANNULUS_I64, bytes: 8, name: "i64", float: None },
+    ElementType { constant: ANNULUS_U8, bytes: 1, name: "u8", float: None },
+    ElementType { constant: ANNULUS_BOOL, bytes: 1, name: "bool", float: None },
 ];
+
+const fn float(constant: i32, dtype: DType) -> ElementType {
+    ElementType { constant, bytes: dtype.bytes(), name: dtype.name(), float: Some(dtype) }
+}
 
 impl ElementType {
     fn of(constant: i32) -> Option<Self> {
@@ -79,27 +83,12 @@ impl ElementType {
     }
 }
 
-/// The constant of a floating-point type.
-pub(crate) const fn constant(dtype: DType) -> i32 {
-    match dtype {
-        DType::F32 => ANNULUS_F32,
-        DType::F64 => ANNULUS_F64,
-        DType::F16 => ANNULUS_F16,
-        DType::Bf16 => ANNULUS_BF16,
-    }
-}
-
 /// The floating-point type of a constant.
 pub(crate) fn dtype(name: &str, constant: i32) -> Result<DType> {
-    match constant {
-        ANNULUS_F32 => Ok(DType::F32),
-        ANNULUS_F64 => Ok(DType::F64),
-        ANNULUS_F16 => Ok(DType::F16),
-        ANNULUS_BF16 => Ok(DType::Bf16),
-        other => {
-            Err(Error::invalid(name, other, "ANNULUS_F32, ANNULUS_F64, ANNULUS_F16, ANNULUS_BF16"))
-        }
-    }
+    ElementType::of(constant).and_then(|element| element.float).ok_or_else(|| {
+        let want = "ANNULUS_F32, ANNULUS_F64, ANNULUS_F16, ANNULUS_BF16";
+        Error::invalid(name, constant, want)
+    })
 }
 
 /// A tensor whose lengths and strides fit memory: every element lies within `extent` elements from
@@ -115,6 +104,10 @@ pub(crate) struct Checked {
     /// Elements from the first to behind the last; 0 without elements.
     pub(crate) extent: usize,
 }
+
+// SAFETY: an address, of which only the functions that view it make a reference: their callers
+// promise that the elements may be used on this thread
+unsafe impl Send for Checked {}
 
 impl Checked {
     /// Reads and checks a tensor.
@@ -192,19 +185,24 @@ impl Checked {
         Ok(Self { name, element, data, dims, strides, extent: if empty { 0 } else { extent } })
     }
 
-    /// Checks the element type.
-    pub(crate) fn expect(&self, dtype: DType) -> Result<()> {
-        self.expect_constants(&[constant(dtype)])
-    }
-
-    /// Checks that the element type is one of these.
-    pub(crate) fn expect_constants(&self, constants: &[i32]) -> Result<()> {
-        if constants.contains(&self.element.constant) {
+    /// Checks that the element type is one of those for which `is_wanted` is true.
+    pub(crate) fn expect(&self, is_wanted: impl Fn(&ElementType) -> bool) -> Result<()> {
+        if is_wanted(&self.element) {
             return Ok(());
         }
-        let names = ELEMENT_TYPES.iter().filter(|element| constants.contains(&element.constant));
+        let names = ELEMENT_TYPES.iter().filter(|element| is_wanted(element));
         let names: Vec<&str> = names.map(|element| element.name).collect();
         Err(Error::invalid(format!("{}.dtype", self.name), self.element.name, names.join(" or ")))
+    }
+
+    /// The floating-point type of the elements.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if they are integers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn float(&self) -> Result<DType> {
+        self.expect(|element| element.float.is_some())?;
+        self.element.float.ok_or_else(|| Error::internal("a float without a type"))
     }
 
     /// Checks that this can be written: no element has two indices.
@@ -256,52 +254,48 @@ fn extent(dims: [usize; 4], strides: [usize; 4]) -> Option<usize> {
     })
 }
 
-macro_rules! views {
-    ($($read:ident $write:ident $view:ident $view_mut:ident $rank:literal [$($axis:literal)*])*) => {
-        impl Checked {
-            $(
-                /// Views the tensor, for reading.
-                ///
-                /// # Errors
-                /// [`Error::InvalidArgument`] for another element type or more axes.
-                ///
-                /// # Safety
-                /// The elements are initialised, and nobody writes to them during `'a`.
-                pub(crate) unsafe fn $read<'a, T: Element>(&self) -> Result<$view<'a, T>> {
-                    self.expect(T::DTYPE)?;
-                    self.expect_rank($rank)?;
-                    let shape = ($(self.dims[$axis],)*).strides(($(self.strides[$axis],)*));
-                    // SAFETY: `T` has the element type's size and alignment, which `data` is a
-                    // multiple of, and any bytes are a value of it; all elements lie within
-                    // `extent` of a pointer that is not null, which fits isize (`Checked::of`);
-                    // the rest is the caller's promise
-                    Ok(unsafe { $view::from_shape_ptr(shape, self.pointer::<T>().cast_const()) })
-                }
+impl Checked {
+    /// Views the tensor, for reading.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another element type or more axes.
+    ///
+    /// # Safety
+    /// The elements are initialised, and nobody writes to them during `'a`.
+    pub(crate) unsafe fn view<'a, T: Element, D: Dimension>(&self) -> Result<ArrayView<'a, T, D>> {
+        let shape = self.shape::<T, D>()?;
+        // SAFETY: `T` has the element type's size and alignment, which `data` is a multiple of, and
+        // any bytes are a value of it; all elements lie within `extent` of a pointer that is not
+        // null, which fits isize (`Checked::of`); the rest is the caller's promise
+        let view = unsafe { ArrayView::from_shape_ptr(shape, self.pointer::<T>().cast_const()) };
+        view.into_dimensionality().map_err(Error::internal)
+    }
 
-                /// Views the tensor, for writing.
-                ///
-                /// # Errors
-                /// [`Error::InvalidArgument`] for another element type or more axes, or if two
-                /// indices have one element.
-                ///
-                /// # Safety
-                /// The elements are initialised, and nobody else reads or writes them during `'a`.
-                pub(crate) unsafe fn $write<'a, T: Element>(&self) -> Result<$view_mut<'a, T>> {
-                    self.expect(T::DTYPE)?;
-                    self.expect_rank($rank)?;
-                    self.expect_no_overlap()?;
-                    let shape = ($(self.dims[$axis],)*).strides(($(self.strides[$axis],)*));
-                    // SAFETY: as above, and no two indices have one element
-                    Ok(unsafe { $view_mut::from_shape_ptr(shape, self.pointer::<T>()) })
-                }
-            )*
-        }
-    };
-}
-views! {
-    view2 view2_mut ArrayView2 ArrayViewMut2 2 [0 1]
-    view3 view3_mut ArrayView3 ArrayViewMut3 3 [0 1 2]
-    view4 view4_mut ArrayView4 ArrayViewMut4 4 [0 1 2 3]
+    /// Views the tensor, for writing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another element type or more axes, or if two indices have one
+    /// element.
+    ///
+    /// # Safety
+    /// The elements are initialised, and nobody else reads or writes them during `'a`.
+    pub(crate) unsafe fn view_mut<'a, T: Element, D: Dimension>(
+        &self,
+    ) -> Result<ArrayViewMut<'a, T, D>> {
+        let shape = self.shape::<T, D>()?;
+        self.expect_no_overlap()?;
+        // SAFETY: as above, and no two indices have one element
+        let view = unsafe { ArrayViewMut::from_shape_ptr(shape, self.pointer::<T>()) };
+        view.into_dimensionality().map_err(Error::internal)
+    }
+
+    /// Lengths and strides of the first axes, as many as `D` has.
+    fn shape<T: Element, D: Dimension>(&self) -> Result<StrideShape<IxDyn>> {
+        self.expect(|element| element.float == Some(T::DTYPE))?;
+        let rank = D::NDIM.unwrap_or(4);
+        self.expect_rank(rank)?;
+        Ok(IxDyn(&self.dims[..rank]).strides(IxDyn(&self.strides[..rank])))
+    }
 }
 
 impl Checked {
@@ -330,6 +324,8 @@ impl Checked {
 
 #[cfg(test)]
 mod tests {
+    use ndarray::{Ix3, Ix4};
+
     use super::*;
 
     fn tensor(data: *mut c_void, dtype: i32, dims: [i64; 4], strides: [i64; 4]) -> Result<Checked> {
@@ -396,15 +392,15 @@ mod tests {
         let data: *mut c_void = numbers.as_mut_ptr().cast();
         let heads_first = tensor(data, ANNULUS_F32, [1, 2, 3, 4], [0, 4, 8, 1]).unwrap();
         // SAFETY: the vector outlives the view and is not touched meanwhile
-        let view = unsafe { heads_first.view4::<f32>() }.unwrap();
+        let view = unsafe { heads_first.view::<f32, Ix4>() }.unwrap();
         assert_eq!(view[[0, 1, 2, 3]], 4.0 + 16.0 + 3.0);
         // SAFETY: refused
-        assert!(unsafe { heads_first.view4::<f64>() }.is_err());
+        assert!(unsafe { heads_first.view::<f64, Ix4>() }.is_err());
         // SAFETY: refused
-        let more = unsafe { heads_first.view3::<f32>() }.unwrap_err().to_string();
+        let more = unsafe { heads_first.view::<f32, Ix3>() }.unwrap_err().to_string();
         assert_eq!(more, "q.dims: got [1, 2, 3, 4], want length 1 of the axes from 3 on");
         // SAFETY: as the first
-        let mut view = unsafe { heads_first.view4_mut::<f32>() }.unwrap();
+        let mut view = unsafe { heads_first.view_mut::<f32, Ix4>() }.unwrap();
         view[[0, 1, 0, 0]] = -1.0;
         assert_eq!(numbers[4], -1.0);
     }

@@ -44,6 +44,8 @@ pub(crate) fn check_pointer<T>(name: &str, pointer: *const T) -> Result<NonNull<
 
 /// Checks the size that a struct begins with, and returns it.
 pub(crate) fn check_size<T: Versioned>(size: u64) -> Result<usize> {
+    // fields are appended, never removed
+    const { assert!(size_of::<T>() >= T::FIRST_BYTES) };
     usize::try_from(size)
         .ok()
         .filter(|size| (T::FIRST_BYTES..=MOST_BYTES).contains(size))

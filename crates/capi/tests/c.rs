@@ -2,14 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
+#[path = "common/calls.rs"]
+mod calls;
 mod common;
 
 use std::{fs, path::Path};
 
 use annulus::{
-    Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime, Tensors,
+    Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime,
     ndarray::{Array3, Array4, s},
 };
+use calls::{PassInputs, value};
 use common::{Workspace, run};
 
 const DIMS: Dims =
@@ -19,21 +22,10 @@ fn source(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name)
 }
 
-/// `value` of `case.h`.
-fn value(salt: usize, [b, row, head, c]: [usize; 4]) -> f32 {
-    ((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17) as f32 / 8.0 - 1.0
-}
-
 /// Results of the facade, as bytes in the order of `results` in `case.h`.
 fn by_rust(ranks: usize) -> Vec<u8> {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
-    let numbers = |salt, shape: (usize, usize, usize, usize)| {
-        Array4::from_shape_fn(shape, |(b, row, head, c)| value(salt, [b, row, head, c]))
-    };
-    let q = numbers(1, (batch, q_len, q_heads, head_dim));
-    let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
-    let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
-    let dout = numbers(4, (batch, q_len, q_heads, value_dim));
+    let Dims { batch, q_len, q_heads, .. } = DIMS;
+    let inputs = PassInputs::<f32>::all(DIMS);
     let dlse = Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| {
         value(5, [b, row, head, 0])
     });
@@ -43,9 +35,9 @@ fn by_rust(ranks: usize) -> Vec<u8> {
         ranks,
     )
     .unwrap();
-    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let (tensors, dout) = (inputs.tensors(), inputs.dout.view());
     let forward = ring.forward(&tensors).unwrap();
-    let gradients = ring.backward(&tensors, &forward, dout.view(), Some(dlse.view())).unwrap();
+    let gradients = ring.backward(&tensors, &forward, dout, Some(dlse.view())).unwrap();
     let all = forward.out.iter().chain(&forward.lse);
     let all = all.chain(&gradients.dq).chain(&gradients.dk).chain(&gradients.dv);
     all.flat_map(|number| number.to_ne_bytes()).collect()
@@ -64,13 +56,8 @@ fn a_causal_ring_gives_the_bits_of_rust() {
 
 /// Results of decoding by the facade, as bytes in the order of `decoded` in `decode.h`.
 fn decoded_by_rust(ranks: usize) -> Vec<u8> {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
-    let numbers = |salt, shape: (usize, usize, usize, usize)| {
-        Array4::from_shape_fn(shape, |(b, row, head, c)| value(salt, [b, row, head, c]))
-    };
-    let q = numbers(1, (batch, q_len, q_heads, head_dim));
-    let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
-    let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
+    let Dims { batch, q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
+    let PassInputs { q, k, v, .. } = PassInputs::<f32>::all(DIMS);
     let shape = CacheShape::new(batch, q_heads, head_dim).kv_heads(kv_heads).value_dim(value_dim);
     let (attention, runtime) = (Attention::new().causal(true), Runtime::new().threads(1));
     let mut cache = LocalCache::new(&attention, &runtime, shape.page_rows(4), ranks).unwrap();

@@ -2,8 +2,11 @@
 //! numbers of the CPU, staged and over a communicator of NCCL; and refusals.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/calls.rs"]
+mod calls;
+
 use std::{
-    ffi::{CStr, c_int},
+    ffi::c_int,
     path::PathBuf,
     ptr,
     sync::{
@@ -13,7 +16,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, DType, Dims, Division, LocalRing, Result, Runtime, Setup, Tensors,
+    Attention, Batch, DType, Dims, Result,
     backend::cuda::device::{
         CudaTensor, Device, Stream,
         cudarc::driver::sys::{CUcontext, CUresult, CUstream},
@@ -26,18 +29,10 @@ use annulus::{
 use annulus_capi::*;
 use annulus_core::{Control, Element, Host, Incoming, Outgoing, Transport};
 use annulus_cuda_emulator as emulator;
+use calls::{PassInputs, args, attention, last_error, ok, rows};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
-
-fn message() -> String {
-    // SAFETY: never NULL, ends with a zero byte, and nothing fails on this thread meanwhile
-    unsafe { CStr::from_ptr(annulus_last_error()) }.to_str().unwrap().to_owned()
-}
-
-fn ok(status: i32) {
-    assert_eq!(status, ANNULUS_SUCCESS, "{}", message());
-}
 
 /// A context and a stream that a host has made.
 struct Gpu {
@@ -107,28 +102,15 @@ fn described(tensor: &CudaTensor) -> annulus_tensor {
     }
 }
 
-fn input<T: Element>(salt: usize, rows: &[i64], heads: usize) -> Array4<T> {
-    Array4::from_shape_fn((1, rows.len(), heads, 16), |(_, i, head, c)| {
-        let number = rows[i] as usize * 31 + head * 7 + c * 3 + salt * 11;
-        T::from_f64((number % 17) as f64 / 8.0 - 1.0)
-    })
-}
-
 fn options(dtype: i32, ordinal: usize) -> annulus_options {
-    // SAFETY: numbers may be 0
-    let mut options: annulus_options = unsafe { std::mem::zeroed() };
-    // SAFETY: as many writable bytes as said
-    ok(unsafe { annulus_options_init(&raw mut options, size_of::<annulus_options>() as u64) });
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
-    [options.batch, options.q_len, options.kv_len] = [batch, q_len, kv_len].map(|n| n as i64);
-    [options.q_heads, options.kv_heads] = [q_heads, kv_heads].map(|n| n as i64);
-    [options.head_dim, options.value_dim] = [head_dim, value_dim].map(|n| n as i64);
-    options.dtype = dtype;
-    options.causal = 1;
-    options.backend = ANNULUS_BACKEND_CUDA;
-    options.has_device = 1;
-    options.device = ordinal as i64;
-    options
+    annulus_options {
+        dtype,
+        causal: 1,
+        backend: ANNULUS_BACKEND_CUDA,
+        has_device: 1,
+        device: ordinal as i64,
+        ..calls::options(DIMS)
+    }
 }
 
 /// An endpoint that counts the bytes of tensors that it sends.
@@ -183,11 +165,10 @@ type Share = (Vec<i64>, [Array4<f64>; 4]);
 /// Plans and runs both passes of one rank on `gpu`.
 fn passes<T: Element>(gpu: &Gpu, link: Link, starts: bool) -> Share {
     let dtype = if T::DTYPE == DType::F16 { ANNULUS_F16 } else { ANNULUS_F32 };
-    let options = options(dtype, gpu.ordinal);
-    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let attention = attention(&options(dtype, gpu.ordinal));
+    let mut plan = ptr::null_mut();
     // SAFETY: pointers to locals; the context and the stream live to the end of the test
     unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
         ok(annulus_attention_set_cuda_stream(attention, gpu.context.cast(), gpu.handle.cast()));
         match link {
             Link::Alone => ok(annulus_plan_create_threads(attention, 1, &raw mut plan)),
@@ -199,36 +180,24 @@ fn passes<T: Element>(gpu: &Gpu, link: Link, starts: bool) -> Share {
         }
     }
     ok(annulus_attention_destroy(attention));
-    let (mut rows, mut count, mut bytes) = (vec![0; DIMS.q_len], 0, 0);
-    // SAFETY: as many numbers as said
-    unsafe {
-        ok(annulus_plan_q_rows(plan, rows.as_mut_ptr(), rows.len() as i64, &raw mut count));
-        ok(annulus_plan_workspace_bytes(plan, &raw mut bytes));
-    }
-    rows.truncate(count as usize);
+    let (rows, mut bytes) = (rows(plan), 0);
+    // SAFETY: a pointer to a local
+    ok(unsafe { annulus_plan_workspace_bytes(plan, &raw mut bytes) });
     // the accumulators alone
     assert!(bytes >= (rows.len() * DIMS.q_heads * DIMS.value_dim * 4) as u64, "{bytes}");
 
-    let inputs = [(1, DIMS.q_heads), (2, DIMS.kv_heads), (3, DIMS.kv_heads), (4, DIMS.q_heads)];
-    let [q, k, v, dout] = inputs.map(|(salt, heads)| gpu.upload(&input::<T>(salt, &rows, heads)));
+    let inputs = PassInputs::<T>::of(DIMS, &rows);
+    let [q, k, v, dout] =
+        [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|array| gpu.upload(array));
     let zeros =
         |heads| gpu.upload(&Array4::from_elem((1, rows.len(), heads, 16), T::from_f64(0.0)));
     let [out, dq] = [(); 2].map(|()| zeros(DIMS.q_heads));
     let [dk, dv] = [(); 2].map(|()| zeros(DIMS.kv_heads));
     let lse = gpu.upload(&Array3::<f32>::zeros((1, DIMS.q_heads, rows.len())));
-    let tensors = [&q, &k, &v, &out, &dout, &lse, &dq, &dk, &dv].map(described);
-    let at = |index: usize| &raw const tensors[index];
-    // SAFETY: pointers may be null
-    let mut forward: annulus_forward_args = unsafe { std::mem::zeroed() };
-    forward.struct_size = size_of::<annulus_forward_args>() as u64;
-    [forward.q, forward.k, forward.v] = [at(0), at(1), at(2)];
-    [forward.out, forward.lse] = [at(3), at(5)];
-    // SAFETY: pointers may be null
-    let mut backward: annulus_backward_args = unsafe { std::mem::zeroed() };
-    backward.struct_size = size_of::<annulus_backward_args>() as u64;
-    [backward.q, backward.k, backward.v] = [at(0), at(1), at(2)];
-    [backward.out, backward.lse, backward.dout] = [at(3), at(5), at(4)];
-    [backward.dq, backward.dk, backward.dv] = [at(6), at(7), at(8)];
+    let inputs = [&q, &k, &v, &dout].map(described);
+    let outputs = [&out, &lse].map(described);
+    let gradients = [&dq, &dk, &dv].map(described);
+    let (forward, backward) = args(inputs.each_ref(), outputs.each_ref(), gradients.each_ref());
     // SAFETY: the tensors are in memory of the device and outlive the calls
     unsafe {
         ok(annulus_plan_update(plan, ptr::null()));
@@ -242,10 +211,10 @@ fn passes<T: Element>(gpu: &Gpu, link: Link, starts: bool) -> Share {
             ok(annulus_backward(plan, &raw const backward));
         }
         // a tensor of another type is refused by name, before anything is done
-        let wrong = annulus_tensor { dtype: ANNULUS_BF16, ..tensors[2] };
+        let wrong = annulus_tensor { dtype: ANNULUS_BF16, ..inputs[2] };
         let refused = annulus_forward_args { v: &raw const wrong, ..forward };
         assert_eq!(annulus_forward(plan, &raw const refused), ANNULUS_INVALID_ARGUMENT);
-        assert!(message().starts_with("v.dtype: got bf16"), "{}", message());
+        assert!(last_error().starts_with("v: got bf16"), "{}", last_error());
     }
     let shape = |heads| (1, rows.len(), heads, 16);
     let results = [
@@ -260,19 +229,9 @@ fn passes<T: Element>(gpu: &Gpu, link: Link, starts: bool) -> Share {
 
 /// Compares the shares of all ranks with the CPU's answer.
 fn compare<T: Element>(shares: &[Share], tolerance: f64) {
-    let all: Vec<i64> = (0..DIMS.q_len as i64).collect();
-    let [q, k, v, dout] =
-        [(1, DIMS.q_heads), (2, DIMS.kv_heads), (3, DIMS.kv_heads), (4, DIMS.q_heads)]
-            .map(|(salt, heads)| input::<T>(salt, &all, heads));
-    let attention = Setup::from((
-        Attention::new().causal(true).dtype(T::DTYPE),
-        Division::new(),
-        Runtime::new().threads(1),
-    ));
-    let mut ring = LocalRing::new(&attention, DIMS, 1).unwrap();
-    let tensors = Tensors::new(q.view(), k.view(), v.view());
-    let forward = ring.forward(&tensors).unwrap();
-    let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+    let causal = Attention::new().causal(true);
+    let inputs = PassInputs::<T>::all(DIMS);
+    let (forward, gradients) = inputs.by_facade(&causal, DIMS, 1, &Batch::default());
     let want = [&forward.out, &gradients.dq, &gradients.dk, &gradients.dv];
     assert_eq!(shares.iter().map(|(rows, _)| rows.len()).sum::<usize>(), DIMS.q_len);
     for (rows, results) in shares {
@@ -333,7 +292,7 @@ fn handles_without_meaning_are_refused() {
     let one = gpu.context.cast::<std::ffi::c_void>();
     let refuses = |status: i32, text: &str| {
         assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-        assert!(message().starts_with(text), "{}", message());
+        assert!(last_error().starts_with(text), "{}", last_error());
     };
     // SAFETY: pointers to locals; nothing reads the handles that are refused
     unsafe {
@@ -358,7 +317,7 @@ fn handles_without_meaning_are_refused() {
         // rows of whole tensors would have to be copied on the device
         let status = annulus_plan_create_threads(attention, 2, &raw mut plan);
         assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
-        assert!(message().contains("tensors in device memory"), "{}", message());
+        assert!(last_error().contains("tensors in device memory"), "{}", last_error());
         ok(annulus_attention_destroy(attention));
         let of_cache = annulus_options { q_len: 0, kv_len: 0, ..options };
         ok(annulus_attention_create(&raw const of_cache, &raw mut attention));
@@ -367,7 +326,7 @@ fn handles_without_meaning_are_refused() {
         let status = annulus_cache_create_threads(attention, 1, &raw mut cache);
         assert_eq!((status, cache), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
         let why = "tensors in device memory is not supported by the KV cache";
-        assert!(message().contains(why), "{}", message());
+        assert!(last_error().contains(why), "{}", last_error());
         ok(annulus_attention_destroy(attention));
 
         // the exchanges of other strategies are for tensors in host memory
@@ -377,7 +336,7 @@ fn handles_without_meaning_are_refused() {
         ok(annulus_attention_set_cuda_stream(attention, one, gpu.handle.cast()));
         let status = annulus_plan_create_threads(attention, 1, &raw mut plan);
         assert_eq!((status, plan), (ANNULUS_UNSUPPORTED, ptr::null_mut()));
-        assert!(message().starts_with("strategy heads:1"), "{}", message());
+        assert!(last_error().starts_with("strategy heads:1"), "{}", last_error());
         ok(annulus_attention_destroy(attention));
     }
 }

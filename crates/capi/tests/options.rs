@@ -2,6 +2,9 @@
 //! other bits than without the option, so that none is ignored.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/calls.rs"]
+mod calls;
+
 use std::{
     ffi::{CStr, CString, c_void},
     ptr,
@@ -18,6 +21,9 @@ use annulus::{
     planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
+use calls::{
+    args, attention, batch, described, last_error, ok, options, plan_of_threads, pointer, tensor,
+};
 use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
 
 const DIMS: Dims =
@@ -25,15 +31,6 @@ const DIMS: Dims =
 /// Heads that groups of three ranks divide.
 const HEADS_DIMS: Dims = Dims { q_heads: 6, kv_heads: 3, ..DIMS };
 const RANKS: usize = 3;
-
-fn last_error() -> String {
-    // SAFETY: never NULL, ends with a zero byte, and nothing fails on this thread meanwhile
-    unsafe { CStr::from_ptr(annulus_last_error()) }.to_str().unwrap().to_owned()
-}
-
-fn ok(status: i32) {
-    assert_eq!(status, ANNULUS_SUCCESS, "{}", last_error());
-}
 
 /// Numbers that look random and are the same everywhere.
 fn numbers<T: Element, D: Dimension>(
@@ -47,25 +44,6 @@ fn numbers<T: Element, D: Dimension>(
         state ^= state << 17;
         T::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
     })
-}
-
-fn tensor<T: Element, D: Dimension>(array: &Array<T, D>) -> annulus_tensor {
-    let dtype = match T::DTYPE {
-        DType::F32 => ANNULUS_F32,
-        DType::F64 => ANNULUS_F64,
-        DType::F16 => ANNULUS_F16,
-        DType::Bf16 => ANNULUS_BF16,
-    };
-    described(array, dtype)
-}
-
-fn described<T, D: Dimension>(array: &Array<T, D>, dtype: i32) -> annulus_tensor {
-    let (mut dims, mut strides) = ([1; 4], [0; 4]);
-    for (axis, (&len, &stride)) in array.shape().iter().zip(array.strides()).enumerate() {
-        dims[axis] = len as i64;
-        strides[axis] = stride as i64;
-    }
-    annulus_tensor { data: array.as_ptr().cast_mut().cast::<c_void>(), dtype, dims, strides }
 }
 
 /// The tensors of both passes.
@@ -140,36 +118,16 @@ fn by_facade<T: Element>(
     Answer(answer)
 }
 
-fn options(dims: Dims) -> annulus_options {
-    let mut options = std::mem::MaybeUninit::<annulus_options>::uninit();
-    // SAFETY: as many writable bytes as said, all of which it sets
-    let mut options = unsafe {
-        ok(annulus_options_init(options.as_mut_ptr(), size_of::<annulus_options>() as u64));
-        options.assume_init()
-    };
-    options.batch = dims.batch as i64;
-    options.q_len = dims.q_len as i64;
-    options.kv_len = dims.kv_len as i64;
-    options.q_heads = dims.q_heads as i64;
-    options.kv_heads = dims.kv_heads as i64;
-    options.head_dim = dims.head_dim as i64;
-    options.value_dim = dims.value_dim as i64;
-    options
-}
-
 /// The answer of the C interface.
 fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let mut options = options(case.dims);
     options.dtype = tensor(&data.q).dtype;
     (case.options)(&mut options);
     options.backend = case.backend as i32;
-    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: all pointers are to locals
-    unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
-        (case.add)(attention);
-        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
-    }
+    let (attention, mut plan) = (attention(&options), ptr::null_mut());
+    (case.add)(attention);
+    // SAFETY: a pointer to a local
+    ok(unsafe { annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan) });
     // the plan lives on
     ok(annulus_attention_destroy(attention));
     update(plan, &case.batch);
@@ -180,66 +138,44 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let seven = T::Accumulator::from_f64(7.0);
     let statistics = || Array3::<T::Accumulator>::from_elem((batch, q_heads, q_len), seven);
     let (lse, max, sum, ties) = (statistics(), statistics(), statistics(), statistics());
-    let tensors = [tensor(&data.q), tensor(&data.k), tensor(&data.v)];
-    let [q, k, v] = &tensors;
-    let bias = data.bias.as_ref().map(tensor);
-    let sinks = data.sinks.as_ref().map(tensor);
-    let pointer =
-        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
     let is_narrow = matches!(T::DTYPE, DType::Bf16 | DType::F16);
     let has_residual = is_narrow && matches!(case.backend, BackendName::Cpu);
     let residual = has_residual.then(|| out.clone());
-    let results = [tensor(&out), tensor(&lse), tensor(&max), tensor(&sum), tensor(&ties)];
-    let given = |index: usize| {
-        if index < 4 || unnormalized { &raw const results[index] } else { ptr::null() }
-    };
-    let residual_tensor = residual.as_ref().map(tensor);
-    let forward = annulus_forward_args {
-        struct_size: size_of::<annulus_forward_args>() as u64,
-        q,
-        k,
-        v,
-        bias: pointer(&bias),
-        softmax_aux: pointer(&sinks),
-        out: given(0),
-        lse: given(1),
-        max: given(2),
-        sum: given(3),
-        ties: given(4),
-        out_residual: pointer(&residual_tensor),
-    };
-    // SAFETY: the arrays outlive the call, and nobody touches them meanwhile
-    ok(unsafe { annulus_forward(plan, &raw const forward) });
-    let [dq, dk, dv] = [&data.q, &data.k, &data.v]
-        .map(|input| Array4::<T>::from_elem(input.raw_dim(), T::from_f64(7.0)));
+    let gradient = |input: &Array4<T>| Array4::<T>::from_elem(input.raw_dim(), T::from_f64(7.0));
+    let [dq, dk, dv] = [&data.q, &data.k, &data.v].map(gradient);
     let dbias = data.bias.as_ref().map(|bias| Array4::from_elem(bias.raw_dim(), seven));
     let dsinks = data.sinks.as_ref().map(|sinks| Array2::from_elem(sinks.raw_dim(), seven));
-    let gradients = [tensor(&dq), tensor(&dk), tensor(&dv), tensor(&data.dout)];
+
+    let inputs = [&data.q, &data.k, &data.v, &data.dout].map(tensor);
+    let outputs = [tensor(&out), tensor(&lse)];
+    let gradients = [&dq, &dk, &dv].map(tensor);
+    let [max_tensor, sum_tensor, ties_tensor] = [&max, &sum, &ties].map(tensor);
+    let optional = [
+        data.bias.as_ref().map(tensor),
+        data.sinks.as_ref().map(tensor),
+        residual.as_ref().map(tensor),
+        unnormalized.then_some(ties_tensor),
+        dbias.as_ref().map(tensor),
+        dsinks.as_ref().map(tensor),
+    ];
+    let [bias, softmax_aux, out_residual, ties_pointer, to_dbias, to_dsinks] =
+        optional.each_ref().map(|tensor| pointer(tensor.as_ref()));
+    let (mut forward, mut backward) =
+        args(inputs.each_ref(), outputs.each_ref(), gradients.each_ref());
+    (forward.bias, forward.softmax_aux) = (bias, softmax_aux);
+    (forward.max, forward.sum) = (&raw const max_tensor, &raw const sum_tensor);
+    (forward.ties, forward.out_residual) = (ties_pointer, out_residual);
+    (backward.bias, backward.softmax_aux) = (bias, softmax_aux);
+    (backward.max, backward.sum) = (forward.max, forward.sum);
+    (backward.ties, backward.out_residual) = (ties_pointer, out_residual);
+    (backward.dbias, backward.dsoftmax_aux) = (to_dbias, to_dsinks);
     let dlse = tensor(&data.dlse);
-    let (dbias_tensor, dsinks_tensor) = (dbias.as_ref().map(tensor), dsinks.as_ref().map(tensor));
-    let backward = annulus_backward_args {
-        struct_size: size_of::<annulus_backward_args>() as u64,
-        q,
-        k,
-        v,
-        bias: pointer(&bias),
-        softmax_aux: pointer(&sinks),
-        out: given(0),
-        lse: given(1),
-        max: given(2),
-        sum: given(3),
-        ties: given(4),
-        out_residual: pointer(&residual_tensor),
-        dout: &raw const gradients[3],
-        dlse: &raw const dlse,
-        dq: &raw const gradients[0],
-        dk: &raw const gradients[1],
-        dv: &raw const gradients[2],
-        dbias: pointer(&dbias_tensor),
-        dsoftmax_aux: pointer(&dsinks_tensor),
-    };
-    // SAFETY: as above
-    ok(unsafe { annulus_backward(plan, &raw const backward) });
+    backward.dlse = &raw const dlse;
+    // SAFETY: the arrays outlive the calls, and nobody touches them meanwhile
+    unsafe {
+        ok(annulus_forward(plan, &raw const forward));
+        ok(annulus_backward(plan, &raw const backward));
+    }
     ok(annulus_plan_destroy(plan));
 
     let mut answer = vec![
@@ -273,17 +209,15 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
     let at = at.map(|at| at.as_ref().map(|at| described(at, ANNULUS_I64)));
     let cum = lens.each_ref().map(|lens| lens.as_ref().map(|lens| described(lens, ANNULUS_I64)));
     let mask_tensor = mask.as_ref().map(|mask| described(mask, ANNULUS_BOOL));
-    let pointer =
-        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
     let batch = annulus_batch {
         struct_size: size_of::<annulus_batch>() as u64,
-        q_segment_ids: pointer(&ids[0]),
-        kv_segment_ids: pointer(&ids[1]),
-        q_positions: pointer(&at[0]),
-        kv_positions: pointer(&at[1]),
-        attention_mask: pointer(&mask_tensor),
-        cum_seqlens_q: pointer(&cum[0]),
-        cum_seqlens_k: pointer(&cum[1]),
+        q_segment_ids: pointer(ids[0].as_ref()),
+        kv_segment_ids: pointer(ids[1].as_ref()),
+        q_positions: pointer(at[0].as_ref()),
+        kv_positions: pointer(at[1].as_ref()),
+        attention_mask: pointer(mask_tensor.as_ref()),
+        cum_seqlens_q: pointer(cum[0].as_ref()),
+        cum_seqlens_k: pointer(cum[1].as_ref()),
     };
     // SAFETY: the arrays outlive the call
     ok(unsafe { annulus_plan_update(plan, &raw const batch) });
@@ -357,10 +291,7 @@ fn masks() -> Vec<Case> {
         Case::new("window_right", |o| o.window_right = 2, new().sliding_window(None, 2)),
         Case::new(
             "attention_sink_size",
-            |o| {
-                o.window_left = 3;
-                o.attention_sink_size = 2;
-            },
+            |o| (o.window_left, o.attention_sink_size) = (3, 2),
             new().sliding_window(3, None).attention_sink_size(2),
         ),
         Case::new("chunk_size", |o| o.chunk_size = 5, new().chunk_size(5)),
@@ -370,10 +301,7 @@ fn masks() -> Vec<Case> {
             dims: longer,
             ..Case::new(
                 "alignment",
-                |o| {
-                    o.causal = 1;
-                    o.alignment = ANNULUS_ALIGN_BOTTOM_RIGHT;
-                },
+                |o| (o.causal, o.alignment) = (1, ANNULUS_ALIGN_BOTTOM_RIGHT),
                 new().causal(true).align(Alignment::BottomRight),
             )
         },
@@ -418,10 +346,7 @@ fn scores() -> Vec<Case> {
     vec![
         Case::new(
             "softmax_scale",
-            |o| {
-                o.has_softmax_scale = 1;
-                o.softmax_scale = -0.5;
-            },
+            |o| (o.has_softmax_scale, o.softmax_scale) = (1, -0.5),
             new().softmax_scale(-0.5),
         ),
         Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
@@ -439,9 +364,8 @@ fn scores() -> Vec<Case> {
             ..Case::new(
                 "a bias that is broadcast, before the cap",
                 |o| {
-                    o.bias_dims = [1, o.q_heads, 1, o.kv_len];
-                    o.logits_soft_cap = 0.5;
-                    o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
+                    (o.bias_dims, o.logits_soft_cap, o.bias_order) =
+                        ([1, o.q_heads, 1, o.kv_len], 0.5, ANNULUS_BIAS_BEFORE_SOFT_CAP)
                 },
                 new()
                     .bias([1, heads, 1, keys])
@@ -485,20 +409,14 @@ fn scores() -> Vec<Case> {
             sinks: Some(SinkShape::per_head(1)),
             ..Case::new(
                 "sinks_per_head",
-                |o| {
-                    o.sinks = 1;
-                    o.sinks_per_head = 1;
-                },
+                |o| (o.sinks, o.sinks_per_head) = (1, 1),
                 new().softmax_aux(SinkShape::per_head(1)),
             )
         },
         Case::new("unnormalized", |o| o.unnormalized = 1, new().unnormalized(true)),
         Case::new(
             "dropout",
-            |o| {
-                o.dropout_prob = 0.25;
-                o.dropout_seed = 1 << 40;
-            },
+            |o| (o.dropout_prob, o.dropout_seed) = (0.25, 1 << 40),
             new().dropout(0.25, 1 << 40),
         ),
         Case::new(
@@ -510,38 +428,41 @@ fn scores() -> Vec<Case> {
 }
 
 fn rings() -> Vec<Case> {
-    let new = || Attention::new().causal(true);
+    let causal = || Attention::new().causal(true);
+    let divided = |division| Setup::from((Attention::new(), division));
+    let placed = |layout, route| Division::new().layout(layout).route(route);
     let runs = |rows: &[i64]| rows.iter().copied().collect::<Runs>();
     let shards = || {
         let thirds = |first: i64| (0..23).filter(|row| row * 7 % 3 == first).collect::<Vec<_>>();
         vec![runs(&thirds(1)), runs(&thirds(0)), runs(&thirds(2))]
     };
+    let custom = Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() }));
+    let balanced = Division::new().balanced(&causal(), DIMS, &documents(), RANKS).unwrap();
+    let by = |strategy| divided(Division::new().strategy(strategy));
+    let of_heads = |case| Case { dims: HEADS_DIMS, ..case };
+    let of_rows = |len, case| Case { dims: Dims { q_len: len, kv_len: len, ..DIMS }, ..case };
+    let columns = Strategy::Grid { heads: 1, queries: 1, keys: 3 };
     vec![
         Case::new(
             "contiguous",
-            |o| {
-                o.causal = 1;
-                o.layout = ANNULUS_LAYOUT_CONTIGUOUS;
-            },
-            (new(), Division::new().layout(Layout::Contiguous)),
+            |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_CONTIGUOUS),
+            (causal(), Division::new().layout(Layout::Contiguous)),
         ),
         Case::new(
             "zigzag, relay down",
             |o| {
                 o.causal = 1;
-                o.layout = ANNULUS_LAYOUT_ZIGZAG;
-                o.route = ANNULUS_ROUTE_RELAY_DOWN;
+                (o.layout, o.route) = (ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_RELAY_DOWN);
             },
-            (new(), Division::new().layout(Layout::Zigzag).route(Route::RelayDown)),
+            (causal(), placed(Layout::Zigzag, Route::RelayDown)),
         ),
         Case::new(
             "striped, relay up",
             |o| {
                 o.causal = 1;
-                o.layout = ANNULUS_LAYOUT_STRIPED;
-                o.route = ANNULUS_ROUTE_RELAY_UP;
+                (o.layout, o.route) = (ANNULUS_LAYOUT_STRIPED, ANNULUS_ROUTE_RELAY_UP);
             },
-            (new(), Division::new().layout(Layout::Striped).route(Route::RelayUp)),
+            (causal(), placed(Layout::Striped, Route::RelayUp)),
         ),
         Case {
             // SAFETY: the lists have the lengths that are said
@@ -556,18 +477,9 @@ fn rings() -> Vec<Case> {
                 "custom layout, direct",
                 |o| {
                     o.causal = 1;
-                    o.layout = ANNULUS_LAYOUT_CUSTOM;
-                    o.route = ANNULUS_ROUTE_DIRECT;
+                    (o.layout, o.route) = (ANNULUS_LAYOUT_CUSTOM, ANNULUS_ROUTE_DIRECT);
                 },
-                (
-                    new(),
-                    Division::new()
-                        .layout(Layout::Custom(Arc::new(CustomLayout {
-                            q: shards(),
-                            kv: shards(),
-                        })))
-                        .route(Route::Direct),
-                ),
+                (causal(), placed(custom, Route::Direct)),
             )
         },
         Case {
@@ -576,16 +488,7 @@ fn rings() -> Vec<Case> {
             add: |attention| unsafe {
                 let starts = Array::from_vec(documents().cum_seqlens_q.unwrap_or_default());
                 let packed = described(&starts, ANNULUS_I64);
-                let batch = annulus_batch {
-                    struct_size: size_of::<annulus_batch>() as u64,
-                    q_segment_ids: ptr::null(),
-                    kv_segment_ids: ptr::null(),
-                    q_positions: ptr::null(),
-                    kv_positions: ptr::null(),
-                    attention_mask: ptr::null(),
-                    cum_seqlens_q: &raw const packed,
-                    cum_seqlens_k: ptr::null(),
-                };
+                let batch = annulus_batch { cum_seqlens_q: &raw const packed, ..batch() };
                 ok(annulus_attention_set_balanced_layout(attention, 3, &raw const batch));
                 let expected = Attention::new().causal(true);
                 let balanced = Division::new().balanced(&expected, DIMS, &documents(), 3).unwrap();
@@ -599,102 +502,66 @@ fn rings() -> Vec<Case> {
             },
             ..Case::new(
                 "balanced layout",
-                |o| {
-                    o.causal = 1;
-                    o.layout = ANNULUS_LAYOUT_BALANCED;
-                },
-                (new(), Division::new().balanced(&new(), DIMS, &documents(), RANKS).unwrap()),
+                |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_BALANCED),
+                (causal(), balanced),
             )
         },
         Case::new(
             "two passes, deadlines, two threads",
             |o| {
-                o.causal = 1;
-                o.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
-                o.deadline_seconds = 30.0;
-                o.arrival_deadline_seconds = 60.0;
-                o.threads = 2;
+                (o.causal, o.backward_mode) = (1, ANNULUS_BACKWARD_TWO_PASS);
+                (o.deadline_seconds, o.arrival_deadline_seconds, o.threads) = (30.0, 60.0, 2);
             },
-            new().backward_mode(BackwardMode::TwoPass),
+            causal().backward_mode(BackwardMode::TwoPass),
         ),
-        Case {
-            dims: HEADS_DIMS,
-            ..Case::new(
-                "strategy",
-                |o| {
-                    o.strategy = ANNULUS_STRATEGY_HEADS_RING;
-                    o.strategy_heads = 3;
-                },
-                Setup::from((
-                    Attention::new(),
-                    Division::new().strategy(Strategy::HeadsRing { heads: 3 }),
-                )),
-            )
-        },
+        of_heads(Case::new(
+            "strategy",
+            |o| (o.strategy, o.strategy_heads) = (ANNULUS_STRATEGY_HEADS_RING, 3),
+            by(Strategy::HeadsRing { heads: 3 }),
+        )),
         Case::new(
             "strategy: grid",
             |o| {
-                o.strategy = ANNULUS_STRATEGY_GRID;
-                o.strategy_heads = 1;
-                o.strategy_queries = 1;
-                o.strategy_keys = 3;
+                (o.strategy, o.strategy_heads) = (ANNULUS_STRATEGY_GRID, 1);
+                (o.strategy_queries, o.strategy_keys) = (1, 3);
             },
-            Setup::from((
-                Attention::new(),
-                Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
-            )),
+            by(columns),
         ),
         Case::new(
             "strategy: all-gather",
             |o| o.strategy = ANNULUS_STRATEGY_ALL_GATHER,
-            Setup::from((Attention::new(), Division::new().strategy(Strategy::AllGather))),
+            by(Strategy::AllGather),
         ),
-        Case {
-            dims: HEADS_DIMS,
-            ..Case::new(
-                "strategy: all-to-all",
-                |o| o.strategy = ANNULUS_STRATEGY_ALL_TO_ALL,
-                Setup::from((
-                    Attention::new(),
-                    Division::new().strategy(Strategy::HeadsRing { heads: 3 }),
-                )),
-            )
-        },
-        Case::new(
-            "strategy: pass-q",
-            |o| o.strategy = ANNULUS_STRATEGY_PASS_Q,
-            Setup::from((
-                Attention::new(),
-                Division::new().strategy(Strategy::Grid { heads: 1, queries: 1, keys: 3 }),
-            )),
+        of_heads(Case::new(
+            "strategy: all-to-all",
+            |o| o.strategy = ANNULUS_STRATEGY_ALL_TO_ALL,
+            by(Strategy::HeadsRing { heads: 3 }),
+        )),
+        Case::new("strategy: pass-q", |o| o.strategy = ANNULUS_STRATEGY_PASS_Q, by(columns)),
+        // three leaves
+        of_rows(
+            600,
+            Case::new("reproducible", |o| o.reproducible = 1, Attention::new().reproducible(true)),
         ),
-        Case {
-            // three leaves
-            dims: Dims { q_len: 600, kv_len: 600, ..DIMS },
-            ..Case::new("reproducible", |o| o.reproducible = 1, Attention::new().reproducible(true))
-        },
-        Case {
-            // blocks that are long enough to be split
-            dims: Dims { q_len: 180, kv_len: 180, ..DIMS },
-            ..Case::new(
+        // blocks that are long enough to be split
+        of_rows(
+            180,
+            Case::new(
                 "kv_block_size",
                 |o| o.kv_block_size = 64,
-                Setup::from((Attention::new(), Division::new().kv_block_size(64))),
-            )
-        },
+                divided(Division::new().kv_block_size(64)),
+            ),
+        ),
         Case::new(
             "receive_ahead",
             |o| o.receive_ahead = 2,
-            Setup::from((Attention::new(), Division::new().receive_ahead(2))),
+            divided(Division::new().receive_ahead(2)),
         )
         .same(),
         Case::new(
             "precision",
-            |o| {
-                o.causal = 1;
-                o.precision = ANNULUS_PRECISION_DEFAULT;
-            },
-            new().precision(Precision::Default),
+            |o| (o.causal, o.precision) = (1, ANNULUS_PRECISION_DEFAULT),
+            causal().precision(Precision::Default),
         )
         .same(),
     ]
@@ -883,21 +750,19 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         assert!(attention.is_null());
         (status, last_error())
     };
-    let (status, why) = refusal(&|o| o.backend = 3);
-    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-    assert!(why.starts_with("backend: got 3, want"), "{why}");
-    let (status, why) = refusal(&|o| o.device = 1);
-    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-    assert!(why.starts_with("device: got 1, want 0, or has_device"), "{why}");
-    let (status, why) = refusal(&|o| o.has_device = 1);
-    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-    assert!(why.starts_with("device: got 0, want none: the CPU"), "{why}");
+    let changes: [(fn(&mut annulus_options), &str); 3] = [
+        (|o| o.backend = 3, "backend: got 3, want"),
+        (|o| o.device = 1, "device: got 1, want 0, or has_device"),
+        (|o| o.has_device = 1, "device: got 0, want none: the CPU"),
+    ];
+    for (change, text) in changes {
+        let (status, why) = refusal(&change);
+        assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+        assert!(why.starts_with(text), "{why}");
+    }
     for (name, backend) in [("wgpu", ANNULUS_BACKEND_WGPU), ("cuda", ANNULUS_BACKEND_CUDA)] {
         let is_built = annulus_feature_names().any(|feature| feature == name);
-        let (status, why) = refusal(&|o| {
-            o.backend = backend;
-            o.threads = 2;
-        });
+        let (status, why) = refusal(&|o| (o.backend, o.threads) = (backend, 2));
         if is_built {
             assert_eq!(status, ANNULUS_INVALID_ARGUMENT, "{why}");
             assert!(why.starts_with("threads: got 2, want 0"), "{why}");
@@ -907,9 +772,8 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         }
         if is_built {
             // of a machine without this GPU, or of one that has fewer
-            let (status, why) = refusal(&|o| {
-                (o.backend, o.has_device, o.device) = (backend, 1, 99);
-            });
+            let (status, why) =
+                refusal(&|o| (o.backend, o.has_device, o.device) = (backend, 1, 99));
             let refusals = [ANNULUS_UNSUPPORTED, ANNULUS_INVALID_ARGUMENT];
             assert!(refusals.contains(&status), "{status}: {why}");
         }
@@ -930,27 +794,17 @@ fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
     let none = by_c(&Case::new("", |o| o.causal = 1, Attention::new()), &data);
     assert!(want != none, "cum_seqlens have no effect");
 
-    let mut options = options(DIMS);
-    options.causal = 1;
-    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let plan = plan_of_threads(&annulus_options { causal: 1, ..options(DIMS) }, RANKS);
     let lens = [array![0i32, 4, 20], array![0i32, 7, 21]];
     let tensors = lens.each_ref().map(|lens| described(lens, ANNULUS_I32));
-    // SAFETY: numbers and null pointers
-    let mut batch: annulus_batch = unsafe { std::mem::zeroed() };
-    batch.struct_size = size_of::<annulus_batch>() as u64;
-    batch.cum_seqlens_q = &raw const tensors[0];
-    batch.cum_seqlens_k = &raw const tensors[1];
+    let [cum_seqlens_q, cum_seqlens_k] = tensors.each_ref().map(ptr::from_ref);
+    let batch = annulus_batch { cum_seqlens_q, cum_seqlens_k, ..batch() };
     let out = Array4::<f32>::zeros((2, 23, 4, 6));
     let lse = Array3::<f32>::zeros((2, 4, 23));
-    let all = [tensor(&data.q), tensor(&data.k), tensor(&data.v), tensor(&out), tensor(&lse)];
-    // SAFETY: null pointers
-    let mut args: annulus_forward_args = unsafe { std::mem::zeroed() };
-    args.struct_size = size_of::<annulus_forward_args>() as u64;
-    [args.q, args.k, args.v, args.out, args.lse] = all.each_ref().map(ptr::from_ref);
+    let [q, k, v, to_out] = [&data.q, &data.k, &data.v, &out].map(tensor);
+    let (args, _) = args([&q, &k, &v, &to_out], [&to_out, &tensor(&lse)], [&q, &k, &v]);
     // SAFETY: all pointers are to locals, which nobody touches meanwhile
     unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
-        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
         ok(annulus_plan_update(plan, &raw const batch));
         ok(annulus_forward(plan, &raw const args));
         assert!(bits(&out) == want.0[0].1, "lengths of 32 bits");
@@ -959,13 +813,11 @@ fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
         assert!(bits(&out) == none.0[0].1, "no batch");
     }
     ok(annulus_plan_destroy(plan));
-    ok(annulus_attention_destroy(attention));
 }
 
 #[test]
 fn a_plan_tells_what_it_chose() {
-    let options = annulus_options { causal: 1, ..options(DIMS) };
-    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let plan = plan_of_threads(&annulus_options { causal: 1, ..options(DIMS) }, RANKS);
     let facade = LocalRing::new(
         (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)),
         DIMS,
@@ -979,8 +831,6 @@ fn a_plan_tells_what_it_chose() {
     let mut text = vec![7; numerics.count_bytes() + 1];
     // SAFETY: all pointers are to locals
     unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
-        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
         ok(annulus_plan_numerics(plan, ptr::null_mut(), 0, &raw mut count));
         assert_eq!(count, numerics.count_bytes() as i64);
         // the zero byte at the end needs room as well
@@ -1009,18 +859,15 @@ fn a_plan_tells_what_it_chose() {
     // more than the keys and values of all ranks, and than their gradients in f32
     assert!(bytes >= 2 * 2 * 23 * 2 * (8 + 6) * 4, "{bytes}");
     ok(annulus_plan_destroy(plan));
-    ok(annulus_attention_destroy(attention));
 }
 
 #[test]
 fn a_plan_tells_its_strategy() {
     let chosen = |options: annulus_options| {
-        let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+        let plan = plan_of_threads(&options, RANKS);
         let (mut strategy, mut heads, mut ranks, mut count) = (7, 7, 7, 7);
         // SAFETY: all pointers are to locals
         unsafe {
-            ok(annulus_attention_create(&raw const options, &raw mut attention));
-            ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
             let status = annulus_plan_strategy(plan, &raw mut strategy, ptr::null_mut());
             assert_eq!((status, strategy), (ANNULUS_INVALID_ARGUMENT, 7));
             ok(annulus_plan_strategy(plan, &raw mut strategy, &raw mut heads));
@@ -1032,7 +879,6 @@ fn a_plan_tells_its_strategy() {
             ok(annulus_plan_q_rows(plan, ptr::null_mut(), 0, &raw mut count));
         }
         ok(annulus_plan_destroy(plan));
-        ok(annulus_attention_destroy(attention));
         assert_eq!((ranks, count), (3, 23));
         (strategy, heads)
     };
@@ -1065,14 +911,11 @@ fn a_plan_tells_its_strategy() {
     assert_eq!(named(ANNULUS_STRATEGY_PASS_Q), (ANNULUS_STRATEGY_GRID, 1));
 
     // a group that does not fit ranks or heads is refused when the plan is made
-    let options = annulus_options { strategy_heads: 2, ..by_heads };
-    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: all pointers are to locals
-    unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
-        let status = annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan);
-        assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-    }
+    let attention = attention(&annulus_options { strategy_heads: 2, ..by_heads });
+    let mut plan = ptr::null_mut();
+    // SAFETY: a pointer to a local
+    let status = unsafe { annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan) };
+    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
     assert!(last_error().starts_with("strategy: got"), "{}", last_error());
     ok(annulus_attention_destroy(attention));
 }

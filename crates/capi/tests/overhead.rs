@@ -2,9 +2,11 @@
 //! tests count the allocations of the whole process, so they run one at a time.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/calls.rs"]
+mod calls;
+
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    ptr,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -17,6 +19,7 @@ use annulus::{
     LocalRing, Runtime, Setup, Tensors, ndarray::Array3, ndarray::Array4,
 };
 use annulus_capi::*;
+use calls::{args, options, plan_of_threads, tensor};
 
 /// Counts allocations, and bytes that are in use.
 struct Counting;
@@ -115,56 +118,16 @@ impl Case {
     }
 
     /// A plan of C over threads, causal, in f32.
-    fn plan(&self, ranks: i64) -> *mut annulus_plan {
-        let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: numbers may be 0
-        let mut options: annulus_options = unsafe { std::mem::zeroed() };
-        let Dims { q_len, q_heads, head_dim, .. } = self.dims;
-        // SAFETY: all pointers are to locals
-        unsafe {
-            let size = size_of::<annulus_options>() as u64;
-            assert_eq!(annulus_options_init(&raw mut options, size), 0);
-            options.batch = 1;
-            [options.q_len, options.kv_len] = [q_len as i64; 2];
-            [options.q_heads, options.kv_heads] = [q_heads as i64; 2];
-            [options.head_dim, options.value_dim] = [head_dim as i64; 2];
-            options.causal = 1;
-            assert_eq!(annulus_attention_create(&raw const options, &raw mut attention), 0);
-            assert_eq!(annulus_plan_create_threads(attention, ranks, &raw mut plan), 0);
-        }
-        assert_eq!(annulus_attention_destroy(attention), 0);
-        plan
+    fn plan(&self, ranks: usize) -> *mut annulus_plan {
+        plan_of_threads(&annulus_options { causal: 1, ..options(self.dims) }, ranks)
     }
 
     /// Calls `pass` with the arguments of both passes.
     fn by_c(&mut self, pass: impl FnOnce(&annulus_forward_args, &annulus_backward_args)) {
-        let (_, len, heads, dim) = self.x.dim();
-        let [len, heads, dim] = [len, heads, dim].map(|length| length as i64);
-        let tensor = |data: *mut f32| annulus_tensor {
-            data: data.cast(),
-            dtype: ANNULUS_F32,
-            dims: [1, len, heads, dim],
-            strides: [len * heads * dim, heads * dim, dim, 1],
-        };
-        let input = tensor(self.x.as_mut_ptr());
-        let output = tensor(self.out.as_mut_ptr());
-        let [dq, dk, dv] = self.gradients.each_mut().map(|array| tensor(array.as_mut_ptr()));
-        let statistics = annulus_tensor {
-            data: self.lse.as_mut_ptr().cast(),
-            dtype: ANNULUS_F32,
-            dims: [1, heads, len, 1],
-            strides: [heads * len, len, 1, 1],
-        };
-        // SAFETY: numbers may be 0 and pointers null
-        let (mut forward, mut backward): (annulus_forward_args, annulus_backward_args) =
-            unsafe { std::mem::zeroed() };
-        forward.struct_size = size_of::<annulus_forward_args>() as u64;
-        [forward.q, forward.k, forward.v] = [&raw const input; 3];
-        [forward.out, forward.lse] = [&raw const output, &raw const statistics];
-        backward.struct_size = size_of::<annulus_backward_args>() as u64;
-        [backward.q, backward.k, backward.v, backward.dout] = [&raw const input; 4];
-        [backward.out, backward.lse] = [&raw const output, &raw const statistics];
-        [backward.dq, backward.dk, backward.dv] = [&raw const dq, &raw const dk, &raw const dv];
+        let [input, output] = [&self.x, &self.out].map(tensor);
+        let gradients = self.gradients.each_ref().map(tensor);
+        let outputs = [&output, &tensor(&self.lse)];
+        let (forward, backward) = args([&input; 4], outputs, gradients.each_ref());
         pass(&forward, &backward);
     }
 }

@@ -6,33 +6,20 @@ use std::{
     process::Command,
 };
 
-use crate::common::{Result, root, run, told};
+use crate::{Result, VERSION, cargo, root, run, told};
 
-/// Version of the package.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
-
-/// Options of the command line.
-#[derive(Debug, PartialEq, Eq)]
+/// Writes annulus-VERSION.tar.gz, which builds without a network
+///
+/// It has the files of the commit HEAD, the sources of all crates in Cargo.lock, and a
+/// configuration of cargo that uses them.
+#[derive(Debug, clap::Args)]
 pub(crate) struct DistOptions {
+    /// Folder of the archive
+    #[arg(long, value_name = "DIR", default_value = ".")]
     out: PathBuf,
 }
 
 impl DistOptions {
-    pub(crate) fn parse(arguments: &[String]) -> Result<Self> {
-        let mut options = Self { out: PathBuf::from(".") };
-        let mut rest = arguments.iter();
-        while let Some(argument) = rest.next() {
-            match argument.as_str() {
-                "--out" => {
-                    let value = rest.next().ok_or("--out: got nothing, want a folder")?;
-                    options.out = PathBuf::from(value);
-                }
-                other => return Err(format!("got {other}, want an option of dist")),
-            }
-        }
-        Ok(options)
-    }
-
     /// Writes `annulus-VERSION.tar.gz`: the files of HEAD, all crates that the two files Cargo.lock
     /// name, and a configuration by which cargo takes them.
     pub(crate) fn run(&self) -> Result<()> {
@@ -63,11 +50,11 @@ impl DistOptions {
             .arg("HEAD"))?;
         run(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&tree))?;
 
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-        cargo.current_dir(&tree).args(["vendor", "--locked", "--versioned-dirs"]);
+        let mut cargo = cargo(&tree);
+        cargo.args(["vendor", "--locked", "--versioned-dirs"]);
         // the Python package is a workspace of its own
         cargo.args(["--sync", "python/Cargo.toml"]);
-        let config = run(cargo.arg("vendor"))?;
+        let (config, _) = run(cargo.arg("vendor"))?;
         let file = tree.join(".cargo/config.toml");
         let mut text = fs::read_to_string(&file).map_err(|error| told(&file, error))?;
         text.push('\n');
@@ -83,21 +70,4 @@ fn pack(stage: &Path, name: &str, into: &Path) -> Result<()> {
     // the name and the time of the archive are not in it
     tar.args(["--use-compress-program", "gzip -n", "-cf"]);
     run(tar.arg(into).arg("-C").arg(stage).arg(name)).map(drop)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn options_are_read_and_unknown_ones_refused() {
-        let parsed = |line: &str| {
-            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-            DistOptions::parse(&words)
-        };
-        assert_eq!(parsed(""), Ok(DistOptions { out: ".".into() }));
-        assert_eq!(parsed("--out /tmp/a"), Ok(DistOptions { out: "/tmp/a".into() }));
-        assert!(parsed("--out").unwrap_err().starts_with("--out: got nothing"));
-        assert!(parsed("--prefix a").unwrap_err().starts_with("got --prefix"));
-    }
 }

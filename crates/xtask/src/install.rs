@@ -3,63 +3,44 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
 };
 
-use crate::common::{Result, root, told};
+use crate::{Result, VERSION, cargo, root, run, told};
 
-/// Version of the package, which is that of the library.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The number in the SONAME: ANNULUS_ABI_VERSION of `crates/capi`.
 const ABI_VERSION: &str = "1";
 
-/// Options of the command line.
-#[derive(Debug, PartialEq, Eq)]
+/// Builds libannulus and installs it below a prefix:
+///
+///   lib/libannulus.so, .so.1, .so.0.1.0   the shared library, with its SONAME
+///   lib/libannulus.a                      the static library
+///   include/annulus.h, annulus.hpp        for C and C++17
+///   lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi or mpi-abi
+///   lib/cmake/annulus/                    find_package(annulus): target annulus::annulus
+///   share/annulus/annulus.f90             source of the Fortran module
+///   share/annulus/annulus_mpi_shim.c      with the feature mpi-abi, for an MPI with another ABI
+///   share/annulus/examples/               programs in C, C++ and Fortran
+///   share/doc/annulus/                    documentation and licences
+#[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub(crate) struct InstallOptions {
+    /// Folder below which everything is installed
+    #[arg(long, value_name = "DIR")]
     prefix: PathBuf,
+    /// Features of the library, separated by commas: mpi is built with $MPICC, mpi-abi loads MPI at
+    /// run time
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(value_parser = ["mpi", "mpi-abi", "cuda", "nccl", "wgpu"])]
     features: Vec<String>,
+    /// Profile of cargo
+    #[arg(long, value_name = "NAME", default_value = "release")]
     profile: String,
-    is_offline: bool,
+    /// Passed to cargo
+    #[arg(long)]
+    offline: bool,
 }
 
 impl InstallOptions {
-    pub(crate) fn parse(arguments: &[String]) -> Result<Self> {
-        let mut options = Self {
-            prefix: PathBuf::new(),
-            features: Vec::new(),
-            profile: "release".to_owned(),
-            is_offline: false,
-        };
-        let mut rest = arguments.iter();
-        while let Some(argument) = rest.next() {
-            let mut value = || rest.next().ok_or(format!("{argument}: got nothing, want a value"));
-            match argument.as_str() {
-                "--prefix" => options.prefix = PathBuf::from(value()?),
-                "--features" => {
-                    let names = value()?.split(',').filter(|name| !name.is_empty());
-                    options.features.extend(names.map(str::to_owned));
-                }
-                "--profile" => options.profile = value()?.clone(),
-                "--offline" => options.is_offline = true,
-                other => return Err(format!("got {other}, want an option of install")),
-            }
-        }
-        if options.prefix.as_os_str().is_empty() {
-            return Err("--prefix: got nothing, want a folder".to_owned());
-        }
-        let known = ["mpi", "mpi-abi", "cuda", "nccl", "wgpu"];
-        let is_known = |name: &String| known.contains(&name.as_str());
-        if let Some(unknown) = options.features.iter().find(|name| !is_known(name)) {
-            return Err(format!(
-                "--features: got {unknown}, want mpi, mpi-abi, cuda, nccl or wgpu"
-            ));
-        }
-        if options.has("mpi") && options.has("mpi-abi") {
-            return Err("--features: got mpi and mpi-abi, want one of them".to_owned());
-        }
-        Ok(options)
-    }
-
     fn has(&self, feature: &str) -> bool {
         self.features.iter().any(|name| name == feature)
     }
@@ -89,6 +70,9 @@ impl InstallOptions {
 
     /// Builds and installs.
     pub(crate) fn run(&self) -> Result<()> {
+        if self.has("mpi") && self.has("mpi-abi") {
+            return Err("--features: got mpi and mpi-abi, want one of them".to_owned());
+        }
         let root = root();
         let capi = root.join("crates/capi");
         let built = self.build(&root)?;
@@ -161,22 +145,15 @@ impl InstallOptions {
 
     /// Builds the libraries with cargo.
     fn build(&self, root: &Path) -> Result<Built> {
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-        cargo.current_dir(root).args(["rustc", "--package", "annulus-capi", "--lib"]);
+        let mut cargo = cargo(root);
+        cargo.args(["rustc", "--package", "annulus-capi", "--lib"]);
         cargo.args(["--profile", &self.profile]).args(self.cargo_features());
         // stdout: which files cargo has built; stderr: what a program links with the static library
         cargo.args(["--message-format", "json-render-diagnostics"]);
-        if self.is_offline {
+        if self.offline {
             cargo.arg("--offline");
         }
-        cargo.args(["--", "--print", "native-static-libs"]);
-        cargo.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let output = cargo.output().map_err(|error| format!("cargo: {error}"))?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        if !output.status.success() {
-            return Err(format!("cargo ended with {}:\n{said}", output.status));
-        }
-        let messages = String::from_utf8_lossy(&output.stdout);
+        let (messages, said) = run(cargo.args(["--", "--print", "native-static-libs"]))?;
         let artifact = |name: &str| {
             let ends = format!("/{name}");
             let found = messages.split('"').find(|text| text.ends_with(&ends)).map(PathBuf::from);
@@ -240,40 +217,23 @@ fn write(file: &Path, text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn parsed(line: &str) -> Result<InstallOptions> {
-        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        InstallOptions::parse(&words)
-    }
-
     #[test]
-    fn options_are_read_and_unknown_ones_refused() {
-        let options = parsed("--prefix /opt/a --features mpi --profile dev --offline").unwrap();
-        assert_eq!(
-            options,
-            InstallOptions {
-                prefix: "/opt/a".into(),
-                features: vec!["mpi".to_owned()],
-                profile: "dev".to_owned(),
-                is_offline: true,
-            }
-        );
-        assert!(options.has_mpi());
-        assert_eq!(options.cargo_features(), ["--features", "mpi"]);
-        let loads = parsed("--prefix a --features mpi-abi,cuda").unwrap();
+    fn features_are_those_of_cargo_and_of_the_library() {
+        let of = |features: &[&str]| InstallOptions {
+            prefix: "/opt/a".into(),
+            features: features.iter().map(|&name| name.to_owned()).collect(),
+            profile: "dev".to_owned(),
+            offline: true,
+        };
+        let links = of(&["mpi"]);
+        assert!(links.has_mpi());
+        assert_eq!(links.cargo_features(), ["--features", "mpi"]);
+        let loads = of(&["mpi-abi", "cuda"]);
         assert!(loads.has_mpi());
         assert_eq!(loads.cargo_features(), ["--no-default-features", "--features", "mpi,cuda"]);
         assert_eq!(loads.library_features(), "mpi mpi-abi cuda");
-        assert!(!parsed("--prefix a").unwrap().has_mpi());
-        for (line, says) in [
-            ("", "--prefix: got nothing"),
-            ("--prefix", "--prefix: got nothing"),
-            ("--prefix a --features hip", "--features: got hip"),
-            ("--prefix a --features mpi,mpi-abi", "--features: got mpi and mpi-abi"),
-            ("--prefix a b", "got b"),
-        ] {
-            let told = parsed(line).unwrap_err();
-            assert!(told.starts_with(says), "{line}: {told}");
-        }
+        assert!(!of(&[]).has_mpi());
+        assert!(of(&["mpi", "mpi-abi"]).run().unwrap_err().contains("got mpi and mpi-abi"));
     }
 
     #[test]

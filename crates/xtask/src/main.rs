@@ -2,59 +2,38 @@
 //! Fortran needs, below a prefix. `cargo xtask dist` packs the sources with all crates that they
 //! need. `cargo xtask options` writes the options of every language from `options.toml`.
 
-mod common;
 mod dist;
 mod install;
 mod options;
 
-use std::process::ExitCode;
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
 
-const USAGE: &str = "\
-Usage: cargo xtask install --prefix DIR [--features LIST] [--profile NAME] [--offline]
-       cargo xtask dist [--out DIR]
-       cargo xtask options
+use clap::Parser;
 
-Builds libannulus and installs it below DIR:
+/// Version of the package, which is that of the library.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-  lib/libannulus.so, .so.1, .so.0.1.0   the shared library, with its SONAME
-  lib/libannulus.a                      the static library
-  include/annulus.h, annulus.hpp        for C and C++17
-  lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi or mpi-abi
-  lib/cmake/annulus/                    find_package(annulus): target annulus::annulus
-  share/annulus/annulus.f90             source of the Fortran module
-  share/annulus/annulus_mpi_shim.c      with the feature mpi-abi, for an MPI with another ABI
-  share/annulus/examples/               programs in C, C++ and Fortran
-  share/doc/annulus/                    documentation and licences
+type Result<T, E = String> = std::result::Result<T, E>;
 
-  --features LIST  features of the library, separated by commas: mpi (built with $MPICC) or
-                   mpi-abi (MPI is loaded at run time), cuda, nccl, wgpu
-  --profile NAME   profile of cargo (default: release)
-  --offline        passed to cargo
-
-dist writes annulus-VERSION.tar.gz to DIR (default: the current folder): the files of the commit
-HEAD, the sources of all crates in Cargo.lock, and a configuration of cargo that uses them, so that
-the archive builds without a network.
-
-options writes from options.toml what C, Fortran, Python, the command and docs/semantics.md have of
-the options of an attention.
-";
+/// Tasks of the repository
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Task {
+    Install(install::InstallOptions),
+    Dist(dist::DistOptions),
+    /// Writes from options.toml what C, Fortran, Python, the command and docs/semantics.md have of
+    /// the options of an attention
+    Options,
+}
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let result = match arguments.first().map(String::as_str) {
-        Some("install") => {
-            install::InstallOptions::parse(&arguments[1..]).and_then(|options| options.run())
-        }
-        Some("dist") => dist::DistOptions::parse(&arguments[1..]).and_then(|options| options.run()),
-        Some("options") => options::run(false),
-        Some("help" | "--help" | "-h") => {
-            print!("{USAGE}");
-            return ExitCode::SUCCESS;
-        }
-        other => Err(format!(
-            "got {}, want install, dist or options\n\n{USAGE}",
-            other.unwrap_or("nothing")
-        )),
+    let result = match Task::parse() {
+        Task::Install(options) => options.run(),
+        Task::Dist(options) => options.run(),
+        Task::Options => options::run(false),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -62,5 +41,41 @@ fn main() -> ExitCode {
             eprintln!("xtask: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Returns the root of the repository.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Returns the text of an error of a file.
+fn told(path: &Path, error: std::io::Error) -> String {
+    format!("{}: {error}", path.display())
+}
+
+/// Runs a program to its end. Returns what it wrote to stdout and to stderr.
+fn run(command: &mut Command) -> Result<(String, String)> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(|error| format!("{name}: {error}"))?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if !output.status.success() {
+        return Err(format!("{name} ended with {}:\n{said}", output.status));
+    }
+    Ok((String::from_utf8_lossy(&output.stdout).into_owned(), said))
+}
+
+/// Returns the command of the cargo that runs this program.
+fn cargo(folder: &Path) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    cargo.current_dir(folder);
+    cargo
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_has_no_conflicts() {
+        <super::Task as clap::CommandFactory>::command().debug_assert();
     }
 }
