@@ -15,8 +15,6 @@ use annulus_core::{
     Arrived, Channel, Control, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use serde_json::{Value, json};
-
 use crate::delegate::forward_control;
 
 /// Kind of an [`Event`].
@@ -171,68 +169,91 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub fn write_chrome(mut writer: impl Write, logs: &[TraceLog]) -> io::Result<()> {
     writer.write_all(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
     let mut separator = "\n";
-    let mut write = |event: Value| {
-        write!(writer, "{separator}{event}")?;
-        separator = ",\n";
-        Ok::<_, io::Error>(())
-    };
     for log in logs {
         let rank = log.rank;
-        let metadata =
-            |name, args| json!({"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args});
-        write(metadata("process_name", json!({"name": format!("rank {rank}")})))?;
+        write!(writer, "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},")?;
+        write!(writer, "\"args\":{{\"name\":\"rank {rank}\"}}}}")?;
+        separator = ",\n";
         let dropped = log.dropped();
         if dropped > 0 {
-            let label = format!("{dropped} earlier events dropped");
-            write(metadata("process_labels", json!({"labels": label})))?;
+            write!(writer, ",\n{{\"ph\":\"M\",\"name\":\"process_labels\",\"pid\":{rank},")?;
+            write!(writer, "\"args\":{{\"labels\":\"{dropped} earlier events dropped\"}}}}")?;
         }
         for (number, event) in log.events().into_iter().enumerate() {
-            trace_events(rank, number, &event).try_for_each(&mut write)?;
+            write_event(&mut writer, rank, number, &event)?;
         }
     }
     writer.write_all(b"\n]}\n")
 }
 
-/// Returns the trace events of a recorded one. Transfers overlap, so each is a pair of asynchronous
-/// events with a common id.
-fn trace_events(rank: usize, number: usize, event: &Event) -> impl Iterator<Item = Value> {
+fn write_event(
+    writer: &mut impl Write,
+    rank: usize,
+    number: usize,
+    event: &Event,
+) -> io::Result<()> {
     let Event { kind, step, bytes, begin, end } = event;
-    let mut args = json!({"step": step, "bytes": bytes});
-    let (category, name) = match kind {
-        EventKind::Send { peer, channel } => (Some("send"), format!("{channel:?} to {peer}")),
-        EventKind::Receive { peer, channel } => {
-            (Some("receive"), format!("{channel:?} from {peer}"))
-        }
-        EventKind::AllGather { round } => {
-            args["round"] = json!(round);
-            (Some("gather"), "gather".to_owned())
-        }
-        EventKind::Wait => (None, "wait".to_owned()),
-        EventKind::Span(name) => (None, name.to_string()),
+    let duration = Micros(end.saturating_sub(*begin));
+    let begin = Micros(*begin);
+    let end = Micros(*end);
+    let name = match kind {
+        EventKind::Send { peer, channel } => Cow::from(format!("{channel:?} to {peer}")),
+        EventKind::Receive { peer, channel } => Cow::from(format!("{channel:?} from {peer}")),
+        EventKind::Wait => Cow::from("wait"),
+        EventKind::AllGather { .. } => Cow::from("gather"),
+        EventKind::Span(name) => name.clone(),
     };
-    let event = json!({"name": name, "pid": rank, "tid": 0, "args": args});
-    let phases = match category {
-        None => vec![
-            json!({"ph": "X", "ts": micros(*begin), "dur": micros(end.saturating_sub(*begin))}),
-        ],
-        Some(category) => [("b", begin), ("e", end)]
-            .map(|(phase, at)| {
-                let id = format!("{rank}.{number}");
-                json!({"ph": phase, "cat": category, "id": id, "ts": micros(*at)})
-            })
-            .into(),
+    let name = Quoted(&name);
+    let round = match kind {
+        EventKind::AllGather { round } => format!(",\"round\":{round}"),
+        _ => String::new(),
     };
-    phases.into_iter().map(move |mut phase| {
-        if let (Value::Object(into), Value::Object(event)) = (&mut phase, &event) {
-            into.extend(event.clone());
-        }
-        phase
-    })
+    let arguments = format!("\"args\":{{\"step\":{step},\"bytes\":{bytes}{round}}}");
+    if let EventKind::Wait | EventKind::Span(_) = kind {
+        write!(writer, ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,")?;
+        return write!(writer, "\"ts\":{begin},\"dur\":{duration},{arguments}}}");
+    }
+    // transfers overlap, so each is a pair of asynchronous events with a common id
+    let category = match kind {
+        EventKind::Send { .. } => "send",
+        EventKind::Receive { .. } => "receive",
+        _ => "gather",
+    };
+    for (phase, at) in [("b", begin), ("e", end)] {
+        write!(writer, ",\n{{\"ph\":\"{phase}\",\"cat\":\"{category}\",")?;
+        write!(writer, "\"id\":\"{rank}.{number}\",\"name\":{name},")?;
+        write!(writer, "\"pid\":{rank},\"tid\":0,\"ts\":{at},{arguments}}}")?;
+    }
+    Ok(())
 }
 
-/// Returns a time in microseconds.
-fn micros(time: Duration) -> f64 {
-    time.as_nanos() as f64 / 1000.0
+/// A time in microseconds, to the nanosecond.
+#[derive(Clone, Copy)]
+struct Micros(Duration);
+
+impl std::fmt::Display for Micros {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{}.{:03}", self.0.as_micros(), self.0.subsec_nanos() % 1000)
+    }
+}
+
+/// A JSON string.
+struct Quoted<'a>(&'a str);
+
+impl std::fmt::Display for Quoted<'_> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("\"")?;
+        for letter in self.0.chars() {
+            match letter {
+                '"' | '\\' => write!(formatter, "\\{letter}")?,
+                letter if u32::from(letter) < 0x20 => {
+                    write!(formatter, "\\u{:04x}", u32::from(letter))?
+                }
+                letter => write!(formatter, "{letter}")?,
+            }
+        }
+        formatter.write_str("\"")
+    }
 }
 
 /// A transport that records its messages and waits. See the [module](self).

@@ -8,6 +8,7 @@
 //! all ranks have terms.
 
 use std::{
+    collections::BTreeMap,
     ops::Range,
     sync::atomic::Ordering,
     time::{Duration, Instant},
@@ -20,8 +21,7 @@ use annulus_core::{
 
 use super::{
     HeadsRing,
-    passes::no_gradients,
-    shard_tensors::{InputTensors, ShardTensor},
+    shard_tensors::{PassTensor, no_tensor, views, views_mut},
 };
 use crate::ring::{
     RingOptions,
@@ -44,20 +44,18 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let has_sinks = self.ring.spec().sinks.is_some();
-        let tensors = &mut self.tensors;
-        let of_member = tensors.inputs.of_member(
-            inputs.as_ref().map(HostView::reborrow),
-            has_sinks,
-            &q_heads,
-        )?;
-        let residual = tensors.out_residual.as_mut().filter(|_| wants_residual);
+        let own = views(&self.tensors.inputs)?;
+        let of_member =
+            of_member(&own, inputs.as_ref().map(HostView::reborrow), has_sinks, &q_heads)?;
+        let mut views = views_mut(&mut self.tensors.results)?;
+        let mut take = |name| views.remove(&name);
         let mut results = Outputs {
-            out: tensors.out.view_mut()?,
-            lse: tensors.lse.heads_first_mut()?,
-            max: Some(tensors.max.heads_first_mut()?),
-            sum: Some(tensors.sum.heads_first_mut()?),
-            ties: tensors.ties.as_mut().map(ShardTensor::heads_first_mut).transpose()?,
-            out_residual: residual.map(ShardTensor::view_mut).transpose()?,
+            out: take(PassTensor::Out).ok_or_else(no_tensor)?,
+            lse: take(PassTensor::Lse).ok_or_else(no_tensor)?,
+            max: take(PassTensor::Max),
+            sum: take(PassTensor::Sum),
+            ties: take(PassTensor::Ties),
+            out_residual: take(PassTensor::OutResidual).filter(|_| wants_residual),
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         self.ring.forward_loop(&of_member, &mut results)
@@ -72,43 +70,38 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         start: Instant,
     ) -> Result<Duration> {
         let q_heads = self.grid.q_heads(self.exchange.member);
-        let tensors = &mut self.tensors;
-        let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let has_sinks = self.ring.spec().sinks.is_some();
-        let residual = tensors.out_residual.as_ref().filter(|_| has_residual);
+        let own = views(&self.tensors.inputs)?;
+        let results = views(&self.tensors.results)?;
+        let given = |name| own.get(&name).or(results.get(&name)).copied();
         let of_member = BackwardInputs {
-            forward: tensors.inputs.of_member(
+            forward: of_member(
+                &own,
                 forward.as_ref().map(HostView::reborrow),
                 has_sinks,
                 &q_heads,
             )?,
-            out: tensors.out.view()?,
-            max: tensors.max.heads_first()?,
-            sum: Some(tensors.sum.heads_first()?),
-            ties: tensors.ties.as_ref().map(ShardTensor::heads_first).transpose()?,
-            dout: of_backward.dout.view()?,
-            dlse: Some(of_backward.dlse.heads_first()?),
-            out_residual: residual.map(ShardTensor::view).transpose()?,
+            out: given(PassTensor::Out).ok_or_else(no_tensor)?,
+            max: given(PassTensor::Max).ok_or_else(no_tensor)?,
+            sum: given(PassTensor::Sum),
+            ties: given(PassTensor::Ties),
+            dout: given(PassTensor::Dout).ok_or_else(no_tensor)?,
+            dlse: given(PassTensor::Dlse),
+            out_residual: given(PassTensor::OutResidual).filter(|_| has_residual),
         };
+        let mut own = views_mut(&mut self.tensors.gradients)?;
+        let mut take = |name| own.remove(&name);
         let Gradients { dk, dv, dbias, dsinks, .. } = gradients;
-        let [dk, dv] = match &mut of_backward.dkv {
-            Some([dk, dv]) => [dk.view_mut()?, dv.view_mut()?],
-            None => [dk.reborrow(), dv.reborrow()],
-        };
-        let of_all_heads = if of_backward.dbias.is_some() { None } else { dbias.as_mut() };
         let mut results = Gradients {
-            dq: of_backward.dq.view_mut()?,
-            dk,
-            dv,
-            dbias: match (&mut of_backward.dbias, of_all_heads) {
-                (Some(dbias), _) => Some(dbias.heads_first_mut()?),
-                (None, Some(dbias)) => {
-                    // the terms of other heads, if the caller sums over ranks
-                    dbias.fill_zero();
-                    Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, &q_heads))
-                }
-                (None, None) => None,
-            },
+            dq: take(PassTensor::Dq).ok_or_else(no_tensor)?,
+            dk: take(PassTensor::Dk).unwrap_or_else(|| dk.reborrow()),
+            dv: take(PassTensor::Dv).unwrap_or_else(|| dv.reborrow()),
+            dbias: take(PassTensor::Dbias).or_else(|| {
+                let dbias = dbias.as_mut()?;
+                // the terms of other heads, if the caller sums over ranks
+                dbias.fill_zero();
+                Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, &q_heads))
+            }),
             dsinks: dsinks.as_mut().and_then(|dsinks| {
                 dsinks.fill_zero();
                 has_sinks.then(|| own_heads_mut(dsinks.reborrow(), SINK_HEADS, &q_heads))
@@ -119,30 +112,24 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     }
 }
 
-impl InputTensors {
-    /// Returns the inputs of a member: sinks only if they are scores of its key column.
-    fn of_member<'a>(
-        &'a self,
-        callers: Inputs<HostView<'a>>,
-        has_sinks: bool,
-        q_heads: &Range<usize>,
-    ) -> Result<Inputs<HostView<'a>>> {
-        let [k, v] = match &self.kv {
-            Some([k, v]) => [k.view()?, v.view()?],
-            None => [callers.k, callers.v],
-        };
-        let sinks = callers.sinks.filter(|_| has_sinks);
-        Ok(Inputs {
-            q: self.q.view()?,
-            k,
-            v,
-            bias: match &self.bias {
-                Some(bias) => Some(bias.heads_first()?),
-                None => callers.bias.map(|bias| own_heads(bias, BIAS_HEADS, q_heads)),
-            },
-            sinks: sinks.map(|sinks| own_heads(sinks, SINK_HEADS, q_heads)),
-        })
-    }
+/// Returns the inputs of a member: those that are exchanged, `own`, and the caller's; sinks only if
+/// they are scores of its key column.
+fn of_member<'a>(
+    own: &BTreeMap<PassTensor, HostView<'a>>,
+    callers: Inputs<HostView<'a>>,
+    has_sinks: bool,
+    q_heads: &Range<usize>,
+) -> Result<Inputs<HostView<'a>>> {
+    let own = |name| own.get(&name).copied();
+    let sinks = callers.sinks.filter(|_| has_sinks);
+    Ok(Inputs {
+        q: own(PassTensor::Q).ok_or_else(no_tensor)?,
+        k: own(PassTensor::K).unwrap_or(callers.k),
+        v: own(PassTensor::V).unwrap_or(callers.v),
+        bias: own(PassTensor::Bias)
+            .or_else(|| callers.bias.map(|bias| own_heads(bias, BIAS_HEADS, q_heads))),
+        sinks: sinks.map(|sinks| own_heads(sinks, SINK_HEADS, q_heads)),
+    })
 }
 
 /// Returns the own heads of a tensor; all of it if heads share it.

@@ -70,7 +70,7 @@ use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Rou
 use self::{
     exchange::HeadExchange,
     prepare::{PreparedGrid, check},
-    shard_tensors::{ShardTensor, ShardTensors},
+    shard_tensors::{PassFields, PassTensor, ShardTensors},
     subset::Subset,
 };
 use crate::{
@@ -104,8 +104,8 @@ pub struct HeadsRing<B: Backend> {
     kv_rows: Runs,
     exchange: HeadExchange,
     tensors: ShardTensors,
-    forward: ExchangeFields,
-    backward: ExchangeFields,
+    forward: PassFields,
+    backward: PassFields,
     /// Rounding residual of out, if it is exchanged when callers ask for it: of 16-bit types and
     /// one key column. With several, the merge of the columns computes it.
     residual: Option<HeadField>,
@@ -189,7 +189,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             local_gradients: options.local_gradients || grid.columns() > 1,
             ..options.clone()
         };
-        let residual = prepare::residual(&spec, &grid, &forward);
+        let residual = prepare::residual(&spec, &grid, &forward.fields);
         let of_member = grid.spec_of(&spec, member);
         // all arguments are agreed upon, so that all inner rings make the same all-gathers
         let ring = Ring::new(backend, Box::new(of_ring), Ok(of_member), inner);
@@ -368,11 +368,19 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Returns the payload bytes that this rank sends in a pass.
     pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
         let (fields, sums) = match pass {
-            PassKind::Forward => (&self.forward, 0),
+            PassKind::Forward => (&self.forward.fields, 0),
             PassKind::Backward if !self.options.backward => return 0,
-            PassKind::Backward => (&self.backward, self.sum_bytes()),
+            PassKind::Backward => (&self.backward.fields, self.sum_bytes()),
         };
         self.exchange.bytes_sent(fields) + self.ring.bytes_predicted(pass) + sums
+    }
+
+    /// Returns the tensors that a pass exchanges.
+    const fn fields_of(&self, kind: PassKind) -> &PassFields {
+        match kind {
+            PassKind::Forward => &self.forward,
+            PassKind::Backward => &self.backward,
+        }
     }
 
     fn shapes(&self) -> Shapes {
@@ -429,12 +437,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Allocates the residual of the own heads in the first pass that exchanges it.
     fn reserve_residual(&mut self, is_wanted: bool) -> Result<()> {
         let Some(field) = self.residual.filter(|_| is_wanted) else { return Ok(()) };
-        if self.tensors.out_residual.is_none() {
-            let rows = self.exchange.group_rows(Side::Q);
-            let heads = field.heads.count(&self.grid);
-            self.tensors.out_residual = Some(ShardTensor::new(&field, rows, heads)?);
-        }
-        Ok(())
+        self.tensors.add(PassTensor::OutResidual, &field, &self.exchange)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Forward and backward: exchange, ring over groups, exchange.
 
 use std::{
+    collections::BTreeMap,
     ops::Range,
     time::{Duration, Instant},
 };
@@ -14,7 +15,7 @@ use annulus_plan::{HeadAxis, HeadField};
 use super::{
     HeadsRing,
     exchange::{HeadExchange, Messages, count_bytes, side_index},
-    shard_tensors::ColumnGradients,
+    shard_tensors::{ColumnGradients, PassFields, PassTensor},
 };
 use crate::{
     delegate::HostMessages,
@@ -36,14 +37,21 @@ pub(super) const fn later_tags(kind: PassKind) -> [u64; 2] {
 }
 
 /// Tensors of one exchange.
-#[derive(Clone, Copy)]
-enum ExchangedTensors {
-    /// Those of [`ExchangeFields`](annulus_plan::ExchangeFields).
-    All,
-    /// The rounding residual of out: after the ring of a forward pass, before that of a backward
-    /// pass.
-    Residual,
+struct FieldList {
+    names: Vec<PassTensor>,
+    fields: Vec<HeadField>,
+    /// Tag of the messages, relative to the first of the pass.
+    tag: u64,
 }
+
+impl FieldList {
+    fn pairs(&self) -> impl Iterator<Item = (PassTensor, &HeadField)> {
+        self.names.iter().copied().zip(&self.fields)
+    }
+}
+
+/// Targets of results by name.
+type Targets<'a> = BTreeMap<PassTensor, ResultTarget<'a>>;
 
 /// One pass.
 #[derive(Clone, Copy)]
@@ -69,31 +77,39 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         start: Instant,
     ) -> Result<Duration> {
         let pass = self.new_pass(PassKind::Forward, start);
-        let given = self.forward_views(inputs);
-        let mut waited = self.receive_inputs(pass, ExchangedTensors::All, &given)?;
+        let list = self.inputs_of(pass.kind);
+        let mut waited = self.receive_inputs(pass, &list, |name| Ok(input(inputs, name)))?;
         let wants_residual = outputs.out_residual.is_some();
         waited += self.ring_forward(inputs, wants_residual, start)?;
+        let list = self.outputs_of(pass.kind);
         if let Some(mut columns) = self.tensors.columns.take() {
             columns.merge.clear();
             let dtype = self.spec.dtype.accumulator();
             let grid = self.grid;
             let merge =
                 |from, bytes: &[u8]| columns.merge.add_message(dtype, grid.q_heads(from), bytes);
-            waited += self.send_outputs(pass, ExchangedTensors::All, merge)?;
+            waited += self.send_outputs(pass, &list, merge)?;
             columns.merge.finish(outputs);
             self.tensors.columns = Some(columns);
             return Ok(waited);
         }
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs;
-        let mut targets = vec![Some(ResultTarget::new(out.reborrow()))];
-        targets.push(Some(ResultTarget::of_rows(lse)));
         // members send the maximum and the sum also where the caller wants neither
-        targets.extend([max, sum].map(|of| of.as_mut().map(ResultTarget::of_rows)));
-        targets.extend(ties.as_mut().map(|ties| Some(ResultTarget::of_rows(ties))));
-        waited += self.send_to(pass, ExchangedTensors::All, &mut targets)?;
-        if let Some(residual) = out_residual {
-            let target = Some(ResultTarget::new(residual.reborrow()));
-            waited += self.send_to(pass, ExchangedTensors::Residual, &mut [target])?;
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        let mut targets = Targets::new();
+        for (name, view) in [
+            (PassTensor::Out, Some(out)),
+            (PassTensor::Lse, Some(lse)),
+            (PassTensor::Max, max),
+            (PassTensor::Sum, sum),
+            (PassTensor::Ties, ties),
+            (PassTensor::OutResidual, out_residual),
+        ] {
+            let target = view.map(|view| ResultTarget::new(name.turn_mut(view.reborrow())));
+            targets.extend(target.map(|target| (name, target)));
+        }
+        waited += self.send_to(pass, &list, &mut targets)?;
+        if wants_residual {
+            waited += self.send_to(pass, &self.residual_of(pass.kind), &mut targets)?;
         }
         Ok(waited)
     }
@@ -110,51 +126,45 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         if let Some(columns) = &mut columns {
             columns.compute(inputs)?;
         }
-        let exchanged = inputs.as_ref().map(HostView::reborrow);
-        let given = self.backward_views(&exchanged, columns.as_ref())?;
-        let mut waited = self.receive_inputs(pass, ExchangedTensors::All, &given)?;
+        let callers = inputs.as_ref().map(HostView::reborrow);
+        let given = |name| backward_input(&callers, columns.as_ref(), name);
+        let mut waited = self.receive_inputs(pass, &self.inputs_of(pass.kind), given)?;
         // with key columns it is in −delta
-        let residual = inputs.out_residual.filter(|_| columns.is_none());
-        if residual.is_some() {
-            waited += self.receive_inputs(pass, ExchangedTensors::Residual, &[residual])?;
+        let has_residual = inputs.out_residual.is_some() && columns.is_none();
+        if has_residual {
+            waited += self.receive_inputs(pass, &self.residual_of(pass.kind), given)?;
         }
-        waited += self.ring_backward(&inputs.forward, residual.is_some(), gradients, start)?;
-        let of_backward = self.tensors.backward.as_mut().ok_or_else(no_gradients)?;
-        let mut sums = of_backward.sums.take();
-        let divides_heads = of_backward.dkv.is_some();
-        let dbias_field = self.backward.outputs.last().copied();
+        waited += self.ring_backward(&inputs.forward, has_residual, gradients, start)?;
+        let mut sums = self.tensors.sums.take();
         let Gradients { dq, dk, dv, dbias, .. } = gradients;
-        let mut targets = vec![Some(match &mut columns {
+        let mut targets = Targets::new();
+        let dq_target = match &mut columns {
             Some(columns) => ResultTarget::sum(columns.dq.view_mut()?),
             None => ResultTarget::new(dq.reborrow()),
-        })];
-        match &mut sums {
+        };
+        targets.insert(PassTensor::Dq, dq_target);
+        let [dk_target, dv_target] = match &mut sums {
             Some([dk, dv]) => {
-                let sums = [ResultTarget::sum(dk.view_mut()?), ResultTarget::sum(dv.view_mut()?)];
-                targets.extend(sums.map(Some));
+                [ResultTarget::sum(dk.view_mut()?), ResultTarget::sum(dv.view_mut()?)]
             }
-            None if divides_heads => {
-                targets.extend([dk.reborrow(), dv.reborrow()].map(ResultTarget::new).map(Some));
-            }
-            None => {}
-        }
-        let has_rows = self.spec.bias.is_some_and(|shape| shape[2] != 1);
-        if let (Some(dbias), Some(field), true) = (dbias, dbias_field, has_rows) {
-            let view = dbias.reborrow().swap_rows_and_heads();
+            None => [dk.reborrow(), dv.reborrow()].map(ResultTarget::new),
+        };
+        targets.extend([(PassTensor::Dk, dk_target), (PassTensor::Dv, dv_target)]);
+        let list = self.outputs_of(pass.kind);
+        let of_bias = list.pairs().find(|(name, _)| *name == PassTensor::Dbias);
+        if let (Some(dbias), Some((name, field))) = (dbias, of_bias) {
+            let view = name.turn_mut(dbias.reborrow());
             let adds = field.heads == HeadAxis::Shared || self.grid.columns() > 1;
-            targets.push(Some(if adds {
-                ResultTarget::sum(view)
-            } else {
-                ResultTarget::new(view)
-            }));
+            let target = if adds { ResultTarget::sum(view) } else { ResultTarget::new(view) };
+            targets.insert(name, target);
         }
-        waited += self.send_to(pass, ExchangedTensors::All, &mut targets)?;
+        waited += self.send_to(pass, &list, &mut targets)?;
         drop(targets);
         if let Some([sum_dk, sum_dv]) = &sums {
             dk.round_from(&sum_dk.view()?);
             dv.round_from(&sum_dv.view()?);
         }
-        self.tensors.backward.as_mut().ok_or_else(no_gradients)?.sums = sums;
+        self.tensors.sums = sums;
         if let (Some(of_columns), Some(all)) = (columns, self.tensors.columns.as_mut()) {
             dq.round_from(&of_columns.dq.view()?);
             all.backward = Some(of_columns);
@@ -162,83 +172,49 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         Ok(waited)
     }
 
-    /// Returns the caller's tensors of a forward pass that are exchanged, as
-    /// `[batch, rows, heads, elements]`.
-    fn forward_views<'a>(&self, inputs: &Inputs<HostView<'a>>) -> Vec<Option<HostView<'a>>> {
-        let has_rows = self.spec.bias.is_some_and(|shape| shape[2] != 1);
-        let bias = inputs.bias.filter(|_| has_rows).map(HostView::swap_rows_and_heads);
-        let kv = self.tensors.inputs.kv.as_ref().map(|_| [inputs.k, inputs.v]);
-        std::iter::once(inputs.q).chain(kv.into_iter().flatten()).chain(bias).map(Some).collect()
+    /// Returns the tensors that are exchanged before the ring of a pass.
+    fn inputs_of(&self, kind: PassKind) -> FieldList {
+        let PassFields { fields, inputs, .. } = self.fields_of(kind);
+        FieldList { names: inputs.clone(), fields: fields.inputs.clone(), tag: 0 }
     }
 
-    /// As [`HeadsRing::forward_views`], of a backward pass. `None` is a tensor of zeros, which is
-    /// sent in place of no dlse, so that sizes do not depend on arguments.
-    fn backward_views<'a>(
-        &self,
-        inputs: &BackwardInputs<HostView<'a>>,
-        columns: Option<&'a ColumnGradients>,
-    ) -> Result<Vec<Option<HostView<'a>>>> {
-        let rows = HostView::swap_rows_and_heads;
-        let mut given = self.forward_views(&inputs.forward);
-        let dlse = match columns {
-            Some(columns) => Some(columns.minus_delta.view()?),
-            None => {
-                given.push(Some(inputs.out));
-                inputs.dlse.map(rows)
-            }
-        };
-        let max = rows(inputs.max);
-        let sum = match inputs.sum {
-            Some(sum) => rows(sum),
-            None => HostView::ones(max.dtype(), max.shape())?,
-        };
-        given.extend([Some(max), Some(sum), Some(inputs.dout), dlse]);
-        // the share of a maximum in place of their number
-        let share = columns.and_then(|columns| columns.minus_share.as_ref());
-        given.extend(match share {
-            Some(share) => Some(Some(share.view()?)),
-            None => inputs.ties.map(|ties| Some(rows(ties))),
-        });
-        Ok(given)
+    /// Returns the tensors that are exchanged after the ring of a pass.
+    fn outputs_of(&self, kind: PassKind) -> FieldList {
+        let PassFields { fields, outputs, .. } = self.fields_of(kind);
+        let [tag, _] = later_tags(kind);
+        FieldList { names: outputs.clone(), fields: fields.outputs.clone(), tag }
     }
 
-    /// Exchanges the caller's tensors, `given` as `[batch, rows, heads, elements]`, for those of
-    /// the own heads. `None` is a tensor of zeros.
-    fn receive_inputs(
+    /// Returns the rounding residual of out, which is exchanged after the ring of a forward pass and
+    /// before that of a backward pass.
+    fn residual_of(&self, kind: PassKind) -> FieldList {
+        let [_, tag] = later_tags(kind);
+        let fields = self.residual.into_iter().collect();
+        FieldList { names: vec![PassTensor::OutResidual], fields, tag }
+    }
+
+    /// Exchanges the caller's tensors, `given` as a pass takes them, for those of the own heads.
+    /// `None` is a tensor of zeros.
+    fn receive_inputs<'a>(
         &mut self,
         pass: GridPass,
-        exchanged: ExchangedTensors,
-        given: &[Option<HostView<'_>>],
+        list: &FieldList,
+        given: impl Fn(PassTensor) -> Result<Option<HostView<'a>>>,
     ) -> Result<Duration> {
-        let residual = self.residual;
-        let [_, residual_tag] = later_tags(pass.kind);
-        let (fields, mut tensors, tag) = match (exchanged, pass.kind) {
-            (ExchangedTensors::All, PassKind::Forward) => {
-                (&self.forward.inputs[..], self.tensors.forward_inputs(), 0)
-            }
-            (ExchangedTensors::All, PassKind::Backward) => {
-                (&self.backward.inputs[..], self.tensors.backward_inputs(), 0)
-            }
-            (ExchangedTensors::Residual, _) => {
-                (residual.as_slice(), self.tensors.out_residual.iter_mut().collect(), residual_tag)
-            }
-        };
-        if given.len() != fields.len() || tensors.len() != fields.len() {
-            return Err(Error::internal("other tensors than those that are exchanged"));
-        }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
         let mut transport = HostMessages::new(&mut self.transport);
         let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
-        let bytes = self.exchange.input_bytes(fields);
+        let bytes = self.exchange.input_bytes(&list.fields);
         let HeadExchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
-        let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
+        let messages = Messages { ranks, member: *member, bytes, tag: list.tag, step: 0 };
         let own = rows[*member];
+        let tensors = &mut self.tensors;
         let pack = |to: usize, mut into: &mut [u8]| {
-            for (field, view) in fields.iter().zip(given) {
+            for (name, field) in list.pairs() {
                 if !grid.shares(field.side, *member, to) {
                     continue;
                 }
-                let packed = match view {
+                let packed = match given(name)?.map(|view| name.turn(view)) {
                     Some(view) => {
                         view.pack(&all(view.shape()), field.heads.range(grid, to), into)?
                     }
@@ -252,10 +228,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             Ok(())
         };
         let unpack = |from: usize, mut bytes: &[u8]| {
-            for (field, tensor) in fields.iter().zip(&mut tensors) {
+            for (name, field) in list.pairs() {
                 let rows = &segments[from][side_index(field.side)];
                 let heads = 0..field.heads.count(grid);
-                let unpacked = tensor.view_mut()?.unpack(rows, heads, bytes)?;
+                let unpacked = tensors.view_mut(name)?.unpack(rows, heads, bytes)?;
                 bytes = bytes.get(unpacked..).unwrap_or_default();
             }
             Ok(())
@@ -269,25 +245,17 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     fn send_to(
         &mut self,
         pass: GridPass,
-        exchanged: ExchangedTensors,
-        targets: &mut [Option<ResultTarget<'_>>],
+        list: &FieldList,
+        targets: &mut Targets<'_>,
     ) -> Result<Duration> {
-        let fields = match (exchanged, pass.kind) {
-            (ExchangedTensors::All, PassKind::Forward) => self.forward.outputs.clone(),
-            (ExchangedTensors::All, PassKind::Backward) => self.backward.outputs.clone(),
-            (ExchangedTensors::Residual, _) => self.residual.into_iter().collect(),
-        };
-        if targets.len() != fields.len() {
-            return Err(Error::internal("other targets than the results that are exchanged"));
-        }
         let grid = self.grid;
         let own = self.exchange.member;
         let rows = self.exchange.rows[own];
-        self.send_outputs(pass, exchanged, |from, mut bytes| {
-            for (field, target) in fields.iter().zip(targets.iter_mut()) {
+        self.send_outputs(pass, list, |from, mut bytes| {
+            for (name, field) in list.pairs() {
                 if grid.shares(field.side, own, from) {
                     let heads = field.heads.range(&grid, from);
-                    let unpacked = match target {
+                    let unpacked = match targets.get_mut(&name) {
                         Some(target) => target.put(field, heads, bytes)?,
                         None => {
                             let part = heads.len() * field.batch * field.dim * field.dtype.bytes();
@@ -306,39 +274,23 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     fn send_outputs(
         &mut self,
         pass: GridPass,
-        exchanged: ExchangedTensors,
+        list: &FieldList,
         unpack: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<Duration> {
-        let [results_tag, residual_tag] = later_tags(pass.kind);
-        let (fields, results, tag) = match (exchanged, pass.kind) {
-            (ExchangedTensors::All, PassKind::Forward) => {
-                let has_columns = self.grid.columns() > 1;
-                (&self.forward.outputs[..], self.tensors.forward_outputs(has_columns), results_tag)
-            }
-            (ExchangedTensors::All, PassKind::Backward) => {
-                let of_backward = self.tensors.backward.as_ref().ok_or_else(no_gradients)?;
-                (&self.backward.outputs[..], of_backward.outputs(), results_tag)
-            }
-            (ExchangedTensors::Residual, _) => {
-                let results = self.tensors.out_residual.iter().collect();
-                (self.residual.as_slice(), results, residual_tag)
-            }
-        };
-        if results.len() != fields.len() {
-            return Err(Error::internal("other results than those that are exchanged"));
-        }
         let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
         let mut transport = HostMessages::new(&mut self.transport);
         let mut in_flight = InFlight::new(&mut transport, pass.first_tag, self.lengths, observer);
-        let bytes = self.exchange.output_bytes(fields);
+        let bytes = self.exchange.output_bytes(&list.fields);
         let HeadExchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
         // the step after the last one of the ring
-        let messages = Messages { ranks, member: *member, bytes, tag, step: grid.groups() };
+        let step = grid.groups();
+        let messages = Messages { ranks, member: *member, bytes, tag: list.tag, step };
+        let tensors = &mut self.tensors;
         let pack = |to: usize, mut into: &mut [u8]| {
-            for (field, tensor) in fields.iter().zip(&results) {
+            for (name, field) in list.pairs() {
                 let rows = &segments[to][side_index(field.side)];
                 let heads = 0..field.heads.count(grid);
-                let packed = tensor.view()?.pack(rows, heads, into)?;
+                let packed = tensors.view(name)?.pack(rows, heads, into)?;
                 into = into.get_mut(packed..).unwrap_or_default();
             }
             Ok(())
@@ -357,11 +309,6 @@ impl<'a> ResultTarget<'a> {
     /// A tensor of which each part has one owner.
     const fn new(view: HostViewMut<'a>) -> Self {
         Self { view, adds: false }
-    }
-
-    /// As [`ResultTarget::new`], of a statistic `[batch, heads, rows, 1]`.
-    fn of_rows(view: &'a mut HostViewMut<'_>) -> Self {
-        Self::new(view.reborrow().swap_rows_and_heads())
     }
 
     /// A tensor of zeros to which the parts of members are added, in the order of their arrival:
@@ -392,6 +339,38 @@ fn fill_zero(into: &mut [u8], count: u64) -> Result<usize> {
     Ok(count)
 }
 
-pub(super) fn no_gradients() -> Error {
-    Error::internal("a backward pass of a plan that is forward only")
+/// Returns the caller's tensor of a forward pass.
+fn input<'a>(inputs: &Inputs<HostView<'a>>, name: PassTensor) -> Option<HostView<'a>> {
+    match name {
+        PassTensor::Q => Some(inputs.q),
+        PassTensor::K => Some(inputs.k),
+        PassTensor::V => Some(inputs.v),
+        PassTensor::Bias => inputs.bias,
+        _ => None,
+    }
+}
+
+/// Returns the caller's tensor of a backward pass, or that which is sent in its place with several
+/// key columns; `None` in place of no dlse, so that sizes do not depend on arguments.
+fn backward_input<'a>(
+    inputs: &BackwardInputs<HostView<'a>>,
+    columns: Option<&'a ColumnGradients>,
+    name: PassTensor,
+) -> Result<Option<HostView<'a>>> {
+    let share = columns.and_then(|columns| columns.minus_share.as_ref());
+    Ok(match (name, columns, share) {
+        (PassTensor::Out, ..) => Some(inputs.out),
+        (PassTensor::OutResidual, ..) => inputs.out_residual,
+        (PassTensor::Dout, ..) => Some(inputs.dout),
+        (PassTensor::Max, ..) => Some(inputs.max),
+        (PassTensor::Sum, ..) => Some(match inputs.sum {
+            Some(sum) => sum,
+            None => HostView::ones(inputs.max.dtype(), inputs.max.shape())?,
+        }),
+        (PassTensor::Dlse, Some(columns), _) => Some(name.turn(columns.minus_delta.view()?)),
+        (PassTensor::Dlse, None, _) => inputs.dlse,
+        (PassTensor::Ties, _, Some(share)) => Some(name.turn(share.view()?)),
+        (PassTensor::Ties, _, None) => inputs.ties,
+        _ => input(&inputs.forward, name),
+    })
 }

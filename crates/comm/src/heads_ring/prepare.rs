@@ -24,7 +24,7 @@ use super::{
     group_batch::GroupBatch,
     inner_ring::add_sums_to,
     passes::later_tags,
-    shard_tensors::ShardTensors,
+    shard_tensors::{PassFields, ShardTensors},
 };
 use crate::{
     agreement,
@@ -43,8 +43,8 @@ use crate::{
 pub(super) struct PreparedGrid {
     pub(super) layout: GroupLayout,
     pub(super) ring_index: usize,
-    pub(super) forward: ExchangeFields,
-    pub(super) backward: ExchangeFields,
+    pub(super) forward: PassFields,
+    pub(super) backward: PassFields,
     pub(super) exchange: HeadExchange,
     pub(super) tensors: ShardTensors,
 }
@@ -62,11 +62,12 @@ impl PreparedGrid {
         let first = grid.spec_of(spec, 0);
         let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
         let ring_index = layout.order.ring_index(rank);
-        let forward = ExchangeFields::of_forward(spec, &grid);
-        let backward = ExchangeFields::of_backward(spec, &grid);
+        let forward = PassFields::forward(spec, &grid);
+        let backward = PassFields::backward(spec, &grid);
         let passes = [Some(&forward), options.backward.then_some(&backward)];
-        let exchange = HeadExchange::new(spec, grid, &layout, ring_index, passes)?;
-        let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
+        let fields = passes.map(|pass| pass.map(|pass| &pass.fields));
+        let exchange = HeadExchange::new(spec, grid, &layout, ring_index, fields)?;
+        let tensors = ShardTensors::new(spec, &exchange, passes)?;
         Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
     }
 
@@ -80,7 +81,7 @@ impl PreparedGrid {
         let mut balance = MessageBalance::of_rank(rank);
         let backward = options.backward.then_some((PassKind::Backward, &self.backward));
         let passes = std::iter::once((PassKind::Forward, &self.forward)).chain(backward);
-        let residual = residual(spec, &self.exchange.grid, &self.forward);
+        let residual = residual(spec, &self.exchange.grid, &self.forward.fields);
         for (pass, (kind, fields)) in passes.enumerate() {
             let [results_tag, residual_tag] = later_tags(kind);
             let residual = residual.as_slice();
@@ -89,8 +90,8 @@ impl PreparedGrid {
                 PassKind::Backward => self.exchange.input_bytes(residual),
             };
             for (tag, bytes) in [
-                (0, self.exchange.input_bytes(&fields.inputs)),
-                (results_tag, self.exchange.output_bytes(&fields.outputs)),
+                (0, self.exchange.input_bytes(&fields.fields.inputs)),
+                (results_tag, self.exchange.output_bytes(&fields.fields.outputs)),
                 (residual_tag, of_residual),
             ] {
                 let HeadExchange { ranks, member, .. } = &self.exchange;

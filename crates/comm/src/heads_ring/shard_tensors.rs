@@ -11,11 +11,13 @@
 //! backward   dq = Σ over columns of the partial dq, in the accumulator's type
 //! ```
 
+use std::collections::{BTreeMap, btree_map::Entry};
+
 use annulus_core::{
     BackwardInputs, DType, Dims, Error, Host, HostBuffer, HostView, HostViewMut, Result, Side,
     Space, Spec, index,
 };
-use annulus_plan::{HeadAxis, HeadField};
+use annulus_plan::{ExchangeFields, HeadField, HeadGrid};
 
 use super::exchange::{HeadExchange, count_bytes};
 use crate::merged_softmax::PartialMerge;
@@ -28,11 +30,7 @@ pub(super) struct ShardTensor {
 }
 
 impl ShardTensor {
-    pub(super) fn new(field: &HeadField, rows: u64, heads: usize) -> Result<Self> {
-        Self::with_shape([field.batch, index(rows), heads, field.dim], field.dtype)
-    }
-
-    pub(super) fn with_shape(shape: [usize; 4], dtype: DType) -> Result<Self> {
+    pub(super) fn new(shape: [usize; 4], dtype: DType) -> Result<Self> {
         let lengths = shape.into_iter().chain([dtype.bytes()]);
         let bytes = lengths.fold(1, |bytes: u128, len| bytes * len as u128);
         let buffer = HostBuffer::zeroed(count_bytes(bytes))?;
@@ -48,176 +46,210 @@ impl ShardTensor {
         HostViewMut::of_bytes(bytes, self.dtype, self.shape)
     }
 
-    /// Returns the tensor as `[batch, heads, rows, elements]`, as a pass takes statistics and bias.
-    pub(super) fn heads_first(&self) -> Result<HostView<'_>> {
-        self.view().map(HostView::swap_rows_and_heads)
-    }
-
-    /// As [`ShardTensor::heads_first`], for writing.
-    pub(super) fn heads_first_mut(&mut self) -> Result<HostViewMut<'_>> {
-        self.view_mut().map(HostViewMut::swap_rows_and_heads)
-    }
-
     pub(super) fn bytes(&self) -> u64 {
         Host::size(&self.buffer)
     }
 }
 
+/// A tensor of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum PassTensor {
+    Q,
+    K,
+    V,
+    /// A bias with a query axis.
+    Bias,
+    Out,
+    Lse,
+    Max,
+    Sum,
+    /// Of an output that is not normalised; in a backward pass of several key columns the shares of
+    /// the maxima.
+    Ties,
+    OutResidual,
+    Dout,
+    /// dlse; −delta with several key columns.
+    Dlse,
+    Dq,
+    Dk,
+    Dv,
+    Dbias,
+}
+
+impl PassTensor {
+    /// Returns true for a tensor that a pass takes as `[batch, heads, rows, elements]`: a statistic
+    /// or a bias. All others, and all tensors in messages, are `[batch, rows, heads, elements]`.
+    const fn is_heads_first(self) -> bool {
+        use PassTensor::{Bias, Dbias, Dlse, Lse, Max, Sum, Ties};
+        matches!(self, Bias | Dbias | Dlse | Lse | Max | Sum | Ties)
+    }
+
+    /// Converts a tensor between the forms of a pass and of messages.
+    pub(super) fn turn(self, view: HostView<'_>) -> HostView<'_> {
+        if self.is_heads_first() { view.swap_rows_and_heads() } else { view }
+    }
+
+    /// As [`PassTensor::turn`], for writing.
+    pub(super) fn turn_mut(self, view: HostViewMut<'_>) -> HostViewMut<'_> {
+        if self.is_heads_first() { view.swap_rows_and_heads() } else { view }
+    }
+}
+
+/// Tensors that are exchanged before and after a pass: their fields and, in the same order, their
+/// names.
+pub(super) struct PassFields {
+    pub(super) fields: ExchangeFields,
+    pub(super) inputs: Vec<PassTensor>,
+    pub(super) outputs: Vec<PassTensor>,
+}
+
+impl PassFields {
+    /// Returns the tensors of a forward pass.
+    pub(super) fn forward(spec: &Spec, grid: &HeadGrid) -> Self {
+        use PassTensor::{Lse, Max, Out, Sum, Ties};
+        // lse is computed from the merged statistics of columns
+        let lse = (grid.columns() == 1).then_some(Lse);
+        let ties = (!spec.normalize).then_some(Ties);
+        let outputs = std::iter::once(Out).chain(lse).chain([Max, Sum]).chain(ties).collect();
+        let fields = ExchangeFields::of_forward(spec, grid);
+        Self { fields, inputs: Self::input_names(spec, grid), outputs }
+    }
+
+    /// Returns the tensors of a backward pass.
+    pub(super) fn backward(spec: &Spec, grid: &HeadGrid) -> Self {
+        use PassTensor::{Bias, Dbias, Dk, Dlse, Dout, Dq, Dv, K, Max, Out, Sum, Ties, V};
+        let mut inputs = Self::input_names(spec, grid);
+        let gradient = |&name: &PassTensor| match name {
+            K => Dk,
+            V => Dv,
+            Bias => Dbias,
+            _ => Dq,
+        };
+        let outputs = inputs.iter().map(gradient).collect();
+        // −delta is sent in place of out
+        inputs.extend((grid.columns() == 1).then_some(Out));
+        inputs.extend([Max, Sum, Dout, Dlse]);
+        inputs.extend((!spec.normalize).then_some(Ties));
+        Self { fields: ExchangeFields::of_backward(spec, grid), inputs, outputs }
+    }
+
+    fn input_names(spec: &Spec, grid: &HeadGrid) -> Vec<PassTensor> {
+        use PassTensor::{Bias, K, Q, V};
+        let kv = (grid.head_parts() > 1).then_some([K, V]);
+        let bias = spec.bias.filter(|shape| shape[2] != 1).map(|_| Bias);
+        std::iter::once(Q).chain(kv.into_iter().flatten()).chain(bias).collect()
+    }
+
+    /// Returns all tensors.
+    fn all(&self) -> impl Iterator<Item = (PassTensor, &HeadField)> {
+        let names = self.inputs.iter().chain(&self.outputs).copied();
+        names.zip(self.fields.inputs.iter().chain(&self.fields.outputs))
+    }
+}
+
+/// Tensors by name.
+pub(super) type TensorSet = BTreeMap<PassTensor, ShardTensor>;
+
+/// Returns tensors as a pass takes them.
+pub(super) fn views(set: &TensorSet) -> Result<BTreeMap<PassTensor, HostView<'_>>> {
+    set.iter().map(|(&name, tensor)| Ok((name, name.turn(tensor.view()?)))).collect()
+}
+
+/// As [`views`], for writing.
+pub(super) fn views_mut(set: &mut TensorSet) -> Result<BTreeMap<PassTensor, HostViewMut<'_>>> {
+    set.iter_mut().map(|(&name, tensor)| Ok((name, name.turn_mut(tensor.view_mut()?)))).collect()
+}
+
+/// Returns the error of a tensor that the plan lacks.
+pub(super) fn no_tensor() -> Error {
+    Error::internal("a tensor of a pass that the plan has not allocated")
+}
+
 /// The tensors of a pass over the heads of one member.
+#[derive(Default)]
 pub(super) struct ShardTensors {
-    pub(super) inputs: InputTensors,
-    pub(super) out: ShardTensor,
-    /// Rounding residual of out, allocated by the first pass that asks for it.
-    pub(super) out_residual: Option<ShardTensor>,
-    pub(super) lse: ShardTensor,
-    pub(super) max: ShardTensor,
-    pub(super) sum: ShardTensor,
-    /// Of an output that is not normalised.
-    pub(super) ties: Option<ShardTensor>,
-    pub(super) backward: Option<ShardGradients>,
+    /// Inputs, and dout and dlse.
+    pub(super) inputs: TensorSet,
+    /// Results of a forward pass. The rounding residual of out is allocated by the first pass that
+    /// asks for it.
+    pub(super) results: TensorSet,
+    pub(super) gradients: TensorSet,
+    /// dK and dV of the own rows and all heads, if several members have parts of them.
+    pub(super) sums: Option<[ShardTensor; 2]>,
     /// Of several key columns.
     pub(super) columns: Option<ColumnTensors>,
 }
 
-/// Inputs of a forward pass that are exchanged.
-pub(super) struct InputTensors {
-    pub(super) q: ShardTensor,
-    /// K and V, if heads are divided.
-    pub(super) kv: Option<[ShardTensor; 2]>,
-    /// A bias with a query axis.
-    pub(super) bias: Option<ShardTensor>,
-}
-
-/// The further tensors of a backward pass.
-pub(super) struct ShardGradients {
-    pub(super) dout: ShardTensor,
-    /// dlse, or −delta with several key columns.
-    pub(super) dlse: ShardTensor,
-    pub(super) dq: ShardTensor,
-    /// dK and dV, if heads are divided.
-    pub(super) dkv: Option<[ShardTensor; 2]>,
-    pub(super) dbias: Option<ShardTensor>,
-    /// dK and dV of the own rows and all heads, if several members have parts of them.
-    pub(super) sums: Option<[ShardTensor; 2]>,
-}
-
 impl ShardTensors {
-    /// Allocates the tensors of `spec`, that of all heads.
-    pub(super) fn new(spec: &Spec, exchange: &HeadExchange, backward: bool) -> Result<Self> {
+    /// Allocates the tensors of a forward and of a backward pass of `spec`, that of all heads.
+    pub(super) fn new(
+        spec: &Spec,
+        exchange: &HeadExchange,
+        passes: [Option<&PassFields>; 2],
+    ) -> Result<Self> {
+        let mut tensors = Self::default();
+        for (name, field) in passes.into_iter().flatten().flat_map(PassFields::all) {
+            tensors.add(name, field, exchange)?;
+            if name == PassTensor::Max {
+                tensors.add(PassTensor::Lse, field, exchange)?;
+            }
+        }
         let Dims { batch, head_dim, value_dim, kv_heads, .. } = spec.dims;
-        let sums_dtype = spec.dtype.accumulator();
-        let tensor = |side, heads: HeadAxis, dim, dtype, batch| {
-            let field = HeadField { side, heads, batch, dim, dtype };
-            let heads = heads.count(&exchange.grid);
-            ShardTensor::new(&field, exchange.group_rows(side), heads)
-        };
-        let query = |dim, dtype| tensor(Side::Q, HeadAxis::Query, dim, dtype, batch);
-        let kv = |dim| tensor(Side::Kv, HeadAxis::Kv, dim, spec.dtype, batch);
-        let bias = || {
-            let shape = spec.bias.filter(|shape| shape[2] != 1);
-            let of = |[batch, heads, _, keys]: [usize; 4]| {
-                let heads = if heads == 1 { HeadAxis::Shared } else { HeadAxis::Query };
-                tensor(Side::Q, heads, keys, sums_dtype, batch)
+        let backward = passes[1].is_some();
+        let [q_rows, kv_rows] = [Side::Q, Side::Kv].map(|side| exchange.own_rows(side)[0].count);
+        if backward && exchange.grid.replicas() > 1 {
+            let sum = |dim| {
+                let shape = [batch, kv_rows, kv_heads, dim];
+                ShardTensor::new(shape, spec.dtype.accumulator())
             };
-            shape.map(of).transpose()
-        };
-        let statistic = || query(1, sums_dtype);
-        let own_keys = |dim| {
-            let field =
-                HeadField { side: Side::Kv, heads: HeadAxis::Kv, batch, dim, dtype: sums_dtype };
-            let [rows] = exchange.own_rows(Side::Kv);
-            ShardTensor::new(&field, rows.count as u64, kv_heads)
-        };
-        let has_replicas = exchange.grid.replicas() > 1;
-        let divides_heads = exchange.grid.head_parts() > 1;
-        let has_columns = exchange.grid.columns() > 1;
-        let results_dtype = if has_columns { sums_dtype } else { spec.dtype };
-        let kv_pair = || {
-            let pair = || Ok([kv(head_dim)?, kv(value_dim)?]);
-            divides_heads.then(pair).transpose()
-        };
-        let gradients = || {
-            Ok(ShardGradients {
-                dout: query(value_dim, spec.dtype)?,
-                dlse: statistic()?,
-                dq: query(head_dim, results_dtype)?,
-                dkv: kv_pair()?,
-                dbias: bias()?,
-                sums: has_replicas
-                    .then(|| Ok([own_keys(head_dim)?, own_keys(value_dim)?]))
-                    .transpose()?,
-            })
-        };
-        Ok(Self {
-            inputs: InputTensors { q: query(head_dim, spec.dtype)?, kv: kv_pair()?, bias: bias()? },
-            out: query(value_dim, results_dtype)?,
-            out_residual: None,
-            lse: statistic()?,
-            max: statistic()?,
-            sum: statistic()?,
-            ties: (!spec.normalize).then(statistic).transpose()?,
-            backward: backward.then(gradients).transpose()?,
-            columns: has_columns
-                .then(|| {
-                    let [rows] = exchange.own_rows(Side::Q);
-                    ColumnTensors::new(spec, rows.count as u64, backward)
-                })
-                .transpose()?,
-        })
+            tensors.sums = Some([sum(head_dim)?, sum(value_dim)?]);
+        }
+        if exchange.grid.columns() > 1 {
+            tensors.columns = Some(ColumnTensors::new(spec, q_rows, backward)?);
+        }
+        Ok(tensors)
+    }
+
+    /// Allocates a tensor of the own heads, unless there is one.
+    pub(super) fn add(
+        &mut self,
+        name: PassTensor,
+        field: &HeadField,
+        exchange: &HeadExchange,
+    ) -> Result<()> {
+        if let Entry::Vacant(entry) = self.set_of(name).entry(name) {
+            let rows = index(exchange.group_rows(field.side));
+            let shape = [field.batch, rows, field.heads.count(&exchange.grid), field.dim];
+            entry.insert(ShardTensor::new(shape, field.dtype)?);
+        }
+        Ok(())
+    }
+
+    fn set_of(&mut self, name: PassTensor) -> &mut TensorSet {
+        use PassTensor::{Bias, Dbias, Dk, Dlse, Dout, Dq, Dv, K, Q, V};
+        match name {
+            Q | K | V | Bias | Dout | Dlse => &mut self.inputs,
+            Dq | Dk | Dv | Dbias => &mut self.gradients,
+            _ => &mut self.results,
+        }
+    }
+
+    /// Returns a tensor, as it is in messages.
+    pub(super) fn view(&mut self, name: PassTensor) -> Result<HostView<'_>> {
+        self.set_of(name).get(&name).ok_or_else(no_tensor)?.view()
+    }
+
+    /// As [`ShardTensors::view`], for writing.
+    pub(super) fn view_mut(&mut self, name: PassTensor) -> Result<HostViewMut<'_>> {
+        self.set_of(name).get_mut(&name).ok_or_else(no_tensor)?.view_mut()
     }
 
     /// Returns the bytes of all tensors.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { inputs, out, out_residual, lse, max, sum, ties, backward, columns } = self;
-        let InputTensors { q, kv, bias } = inputs;
-        let statistics = [max, sum].into_iter().chain(ties).chain(out_residual);
-        let gradients = backward.iter().flat_map(|of| {
-            let ShardGradients { dout, dlse, dq, dkv, dbias, sums } = of;
-            let pairs = dkv.iter().chain(sums).flatten();
-            [dout, dlse, dq].into_iter().chain(dbias).chain(pairs)
-        });
-        let forward = [q, out, lse].into_iter().chain(kv.iter().flatten()).chain(bias);
-        let tensors: u64 = forward.chain(statistics).chain(gradients).map(ShardTensor::bytes).sum();
-        tensors + columns.as_ref().map_or(0, ColumnTensors::bytes)
-    }
-
-    /// Returns the tensors that a forward pass receives, in the order of its fields.
-    pub(super) fn forward_inputs(&mut self) -> Vec<&mut ShardTensor> {
-        self.inputs.tensors().collect()
-    }
-
-    /// Returns the tensors that a forward pass sends, in the order of its fields.
-    pub(super) fn forward_outputs(&self, has_columns: bool) -> Vec<&ShardTensor> {
-        // lse is computed from the merged statistics of columns
-        let lse = (!has_columns).then_some(&self.lse);
-        let statistics = [&self.max, &self.sum].into_iter().chain(&self.ties);
-        std::iter::once(&self.out).chain(lse).chain(statistics).collect()
-    }
-
-    /// Returns the tensors that a backward pass receives, in the order of its fields.
-    pub(super) fn backward_inputs(&mut self) -> Vec<&mut ShardTensor> {
-        let Self { inputs, out, max, sum, ties, backward, columns, .. } = self;
-        let gradients = backward.iter_mut().flat_map(|of| [&mut of.dout, &mut of.dlse]);
-        // −delta is sent in place of out
-        let out = columns.is_none().then_some(out);
-        let forward = inputs.tensors().chain(out).chain([max, sum]);
-        forward.chain(gradients).chain(ties).collect()
-    }
-}
-
-impl InputTensors {
-    /// Returns all tensors, in the order of their fields.
-    fn tensors(&mut self) -> impl Iterator<Item = &mut ShardTensor> {
-        let Self { q, kv, bias } = self;
-        std::iter::once(q).chain(kv.iter_mut().flatten()).chain(bias)
-    }
-}
-
-impl ShardGradients {
-    /// Returns the tensors that a backward pass sends, in the order of its fields.
-    pub(super) fn outputs(&self) -> Vec<&ShardTensor> {
-        let dkv = self.dkv.iter().flatten();
-        std::iter::once(&self.dq).chain(dkv).chain(&self.dbias).collect()
+        let sets = [&self.inputs, &self.results, &self.gradients].map(BTreeMap::values);
+        let tensors = sets.into_iter().flatten().chain(self.sums.iter().flatten());
+        tensors.map(ShardTensor::bytes).sum::<u64>()
+            + self.columns.as_ref().map_or(0, ColumnTensors::bytes)
     }
 }
 
@@ -240,16 +272,16 @@ pub(super) struct ColumnGradients {
 
 impl ColumnTensors {
     /// Allocates the tensors of `rows` own queries.
-    pub(super) fn new(spec: &Spec, rows: u64, backward: bool) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, rows: usize, backward: bool) -> Result<Self> {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
         let sums = spec.dtype.accumulator();
-        let tensor = |dim| ShardTensor::with_shape([batch, index(rows), q_heads, dim], sums);
+        let tensor = |dim| ShardTensor::new([batch, rows, q_heads, dim], sums);
         let gradients = || {
             let minus_share = (!spec.normalize).then(|| tensor(1)).transpose()?;
             Ok(ColumnGradients { minus_delta: tensor(1)?, minus_share, dq: tensor(head_dim)? })
         };
         let backward = backward.then(gradients).transpose()?;
-        let shape = [batch, index(rows), q_heads, value_dim];
+        let shape = [batch, rows, q_heads, value_dim];
         let merge = PartialMerge::new(shape, spec.normalize)?;
         Ok(Self { merge, backward })
     }
