@@ -75,15 +75,6 @@ impl DemoFlags {
         if self.documents.is_empty() { Ok(self.len) } else { documents::rows(&self.documents) }
     }
 
-    /// Flag that sets both sequence lengths.
-    const fn length(&self) -> names::Others {
-        if self.documents.is_empty() {
-            &[("q_len", "--len"), ("kv_len", "--len")]
-        } else {
-            &[("q_len", documents::FLAG), ("kv_len", documents::FLAG)]
-        }
-    }
-
     /// Refuses a folder that has a file of the demo, unless `--force` is given.
     fn check(&self) -> Outcome {
         let folder = self.dir.as_ref().filter(|_| !self.force);
@@ -108,9 +99,10 @@ impl DemoFlags {
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let device = DeviceFlags { backend: BackendName::Cpu, device: None };
     let backend = BackendChoice::open(&device, TransportName::Threads, DEFAULT_DEADLINE)?;
-    let (tokens, length) = (flags.tokens()?, flags.length());
+    let tokens = flags.tokens()?;
+    let length = if flags.documents.is_empty() { "--len" } else { documents::FLAG };
     let dims = Dims { kv_heads: 2, ..Dims::new(1, tokens, 8, 64) };
-    let named = |error| names::of_flags(error, length);
+    let named = |error| names::of_flags(error, &[("q_len", length), ("kv_len", length)]);
     dims.validate().map_err(named)?;
     flags.check()?;
     // the oracle needs all rows of queries, keys and values in f64

@@ -3,34 +3,17 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Environment variables of one launcher.
-#[derive(Debug)]
-struct Variables {
-    launcher: &'static str,
-    /// Has the rank of this process.
-    rank: &'static str,
-    /// Has the number of processes, if there is such a variable.
-    ranks: Option<&'static str>,
-}
-
-const fn variables(
-    launcher: &'static str,
-    rank: &'static str,
-    ranks: Option<&'static str>,
-) -> Variables {
-    Variables { launcher, rank, ranks }
-}
-
-/// Known launchers, in order of precedence.
-const LAUNCHERS: [Variables; 7] = [
-    variables("OpenMPI", "OMPI_COMM_WORLD_RANK", Some("OMPI_COMM_WORLD_SIZE")),
-    variables("MVAPICH", "MV2_COMM_WORLD_RANK", Some("MV2_COMM_WORLD_SIZE")),
-    variables("PMI", "PMI_RANK", Some("PMI_SIZE")),
-    variables("Flux", "FLUX_TASK_RANK", Some("FLUX_JOB_SIZE")),
-    variables("JSM", "JSM_NAMESPACE_RANK", Some("JSM_NAMESPACE_SIZE")),
+/// Known launchers in order of precedence, with the variables that have the rank of this process
+/// and, if there is one, the number of processes.
+const LAUNCHERS: [(&str, &str, Option<&str>); 7] = [
+    ("OpenMPI", "OMPI_COMM_WORLD_RANK", Some("OMPI_COMM_WORLD_SIZE")),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", Some("MV2_COMM_WORLD_SIZE")),
+    ("PMI", "PMI_RANK", Some("PMI_SIZE")),
+    ("Flux", "FLUX_TASK_RANK", Some("FLUX_JOB_SIZE")),
+    ("JSM", "JSM_NAMESPACE_RANK", Some("JSM_NAMESPACE_SIZE")),
     // not SLURM_NTASKS: a batch script has it and SLURM_PROCID, but is not a task of a job step
-    variables("Slurm", "SLURM_PROCID", Some("SLURM_STEP_NUM_TASKS")),
-    variables("PMIx", "PMIX_RANK", None),
+    ("Slurm", "SLURM_PROCID", Some("SLURM_STEP_NUM_TASKS")),
+    ("PMIx", "PMIX_RANK", None),
 ];
 
 /// Rank of this process according to its launcher.
@@ -63,7 +46,7 @@ pub(crate) fn one_of_several() -> Option<LaunchedRank> {
 
 fn rank_in(variable: impl Fn(&str) -> Option<String>) -> Option<LaunchedRank> {
     let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let found = LAUNCHERS.iter().filter_map(|&Variables { launcher, rank, ranks }| {
+    let found = LAUNCHERS.iter().filter_map(|&(launcher, rank, ranks)| {
         Some(LaunchedRank { launcher, rank: number(rank)?, ranks: ranks.and_then(number) })
     });
     // a launcher with a known size takes precedence: OpenMPI and Slurm set PMIX_RANK too. Of the
@@ -100,7 +83,7 @@ mod tests {
     #[test]
     fn every_launcher_is_detected_by_its_variables() {
         assert_eq!(of(&[]), None);
-        for Variables { launcher, rank, ranks } in LAUNCHERS {
+        for (launcher, rank, ranks) in LAUNCHERS {
             let found = of(&[(rank, "3"), (ranks.unwrap_or("ANOTHER"), "8")]);
             let want = LaunchedRank { launcher, rank: 3, ranks: ranks.map(|_| 8) };
             assert_eq!(found, Some(want), "{launcher}");

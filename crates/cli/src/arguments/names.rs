@@ -23,19 +23,14 @@ const LENGTHS: [(&str, &str); 7] = [
     ("value_dim", "--value-dim"),
 ];
 
-/// (argument, flag) pairs of a subcommand that sets some arguments by other flags.
-pub(crate) type Others = &'static [(&'static str, &'static str)];
-
 /// Converts an error of a subcommand whose lengths come from flags. An invalid argument becomes an
-/// invalid command line that names the flag.
-pub(crate) fn of_flags(error: Error, others: Others) -> Failure {
+/// invalid command line that names the flag. `others` has the (argument, flag) pairs of a subcommand
+/// that sets some arguments by other flags.
+pub(crate) fn of_flags(error: Error, others: &[(&str, &str)]) -> Failure {
     let Error::InvalidArgument { argument, got, want } = error else { return error.into() };
-    let flag = |name: &str| {
-        let all = others.iter().chain(&LENGTHS).chain(FLAGS);
-        all.into_iter().find(|(known, _)| *known == name).map(|(_, flag)| *flag)
-    };
-    let want = want.replace("kv_heads (", &format!("{} (", flag("kv_heads").unwrap_or("kv_heads")));
-    Failure::usage(flag(&argument).unwrap_or(&argument), got, want)
+    let mut all = others.iter().chain(&LENGTHS).chain(FLAGS);
+    let flag = all.find(|(known, _)| *known == argument).map_or(&argument[..], |(_, flag)| *flag);
+    Failure::usage(flag, got, want.replace("kv_heads (", "--kv-heads ("))
 }
 
 /// Checks that `--strategy` divides the heads of `dims` among `ranks` ranks.
@@ -102,7 +97,7 @@ pub(crate) fn check_different_files(flags: &[(&str, &Path)]) -> Outcome {
 mod tests {
     use super::*;
 
-    fn text_of(dims: Dims, others: Others) -> String {
+    fn text_of(dims: Dims, others: &[(&str, &str)]) -> String {
         of_flags(dims.validate().unwrap_err(), others).text()
     }
 

@@ -21,34 +21,25 @@ pub(crate) enum TransportName {
     Nccl,
 }
 
-/// Kinds of ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RankKind {
-    /// Threads of this process.
-    Threads,
-    /// Processes of an MPI job.
-    Processes,
-}
-
 /// Command that builds a binary with MPI, for messages.
 pub(crate) const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` adds it";
 
 impl TransportName {
-    /// Returns the kind of ranks that the transport implies under the launcher of this process.
+    /// Returns true if every rank is a process of an MPI job, under the launcher of this process.
     ///
     /// # Errors
     /// [`Error::Unsupported`] naming what this build has. Also for `auto` under a launcher in a
     /// build without MPI: the processes could not communicate, so each would do all the work.
-    pub(crate) fn rank_kind(self) -> Outcome<RankKind> {
+    pub(crate) fn is_of_processes(self) -> Outcome<bool> {
         match (self, launcher::one_of_several()) {
             (Self::Nccl, _) if !cfg!(feature = "nccl") => Err(self.missing()),
             (Self::Mpi, _) | (Self::Auto | Self::Nccl, Some(_)) if cfg!(feature = "mpi") => {
-                Ok(RankKind::Processes)
+                Ok(true)
             }
-            (Self::Auto | Self::Nccl, None) => Ok(RankKind::Threads),
+            (Self::Auto | Self::Nccl, None) => Ok(false),
             (Self::Threads, _) => {
                 launcher::force_single();
-                Ok(RankKind::Threads)
+                Ok(false)
             }
             (Self::Auto | Self::Nccl, Some(launched)) => {
                 let LaunchedRank { launcher, .. } = launched;
@@ -66,21 +57,15 @@ impl TransportName {
 
     /// Error for a transport that this build does not have.
     pub(crate) fn missing(self) -> Failure {
-        if self == Self::Mpi {
-            let by = format!("this build, which has: {}; {WITH_MPI}", transports());
-            return Error::unsupported("transport mpi", by).into();
-        }
-        let with = "`cargo build --release -p annulus-cli --features nccl` adds it";
-        Error::unsupported(
-            "transport nccl",
-            format!("this build, which has: {}; {with}", transports()),
-        )
-        .into()
+        let name = if self == Self::Mpi { "mpi" } else { "nccl" };
+        let with = WITH_MPI.replace("mpi", name);
+        let by = format!("this build, which has: {}; {with}", transports());
+        Error::unsupported(format!("transport {name}"), by).into()
     }
 }
 
 /// Lists the transports of this build.
-pub(crate) const fn transports() -> &'static str {
+const fn transports() -> &'static str {
     match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
         (false, false) => "threads",
         (true, false) => "threads, mpi",

@@ -2,7 +2,7 @@
 
 use std::{str::FromStr, time::Duration};
 
-use annulus::{Attention, Division, backend::BackendName, comm::deadline};
+use annulus::{Attention, BiasOrder, Division, backend::BackendName, comm::deadline};
 use annulus_core::{Batch, DType, Dims, Placement, Result as LibraryResult, Spec};
 use annulus_plan::{Choice, Layout, Strategy};
 use clap::{
@@ -55,6 +55,14 @@ pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
         (DType::F32, DType::F32.name(), "32-bit IEEE, accumulated in f32"),
         (DType::Bf16, DType::Bf16.name(), "bfloat16, accumulated in f32"),
         (DType::F16, DType::F16.name(), "16-bit IEEE, accumulated in f32"),
+    ])
+}
+
+/// Returns the parser of an order of bias and soft cap.
+pub(crate) fn bias_order() -> impl TypedValueParser<Value = BiasOrder> {
+    one_of([
+        (BiasOrder::BeforeSoftCap, "before", "cap·tanh((x + bias)/cap)"),
+        (BiasOrder::AfterSoftCap, "after", "cap·tanh(x/cap) + bias"),
     ])
 }
 

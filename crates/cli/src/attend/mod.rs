@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
 use annulus_core::{Batch, DType, SinkShape};
 use annulus_plan::{Machine, Strategy};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use half::{bf16, f16};
 
 use crate::{
@@ -19,13 +19,13 @@ use crate::{
         names::check_strategy,
         option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
         ring::TransportName,
-        values::{LayoutName, dtype, ranks},
+        values::{LayoutName, bias_order, dtype, ranks},
     },
     backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome, of_file},
+    file,
     input::Input,
     job::Job,
-    machine,
     report::json_line,
     stdout::say,
 };
@@ -88,8 +88,9 @@ pub(crate) struct AttendFlags {
     scores: ScoreFlags,
     /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
     /// Default: after
-    #[arg(long, value_enum, requires = "soft_cap", help_heading = "Scores and probabilities")]
-    bias_order: Option<BiasOrderName>,
+    #[arg(long, value_parser = bias_order(), requires = "soft_cap",
+        help_heading = "Scores and probabilities")]
+    bias_order: Option<BiasOrder>,
     #[command(flatten)]
     outputs: OutputFlags,
     #[command(flatten)]
@@ -127,15 +128,6 @@ impl RingFlags {
     }
 }
 
-/// Names of bias orders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum BiasOrderName {
-    /// cap·tanh((x + bias)/cap).
-    Before,
-    /// cap·tanh(x/cap) + bias.
-    After,
-}
-
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
     let backend = flags.ring.open_backend()?;
@@ -149,7 +141,7 @@ impl AttendFlags {
         let RingFlags { ranks, division, runtime, trace, .. } = &self.ring;
         job.set_ranks(*ranks, 1)?;
         let threads = job.threads(runtime.threads)?;
-        let machine = division.machine.as_deref().map(machine::read).transpose();
+        let machine = division.machine.as_deref().map(file::read_machine).transpose();
         let machine = job.agree(machine.map_err(Failure::from))?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
@@ -240,10 +232,7 @@ impl AttendRun<'_> {
 impl AttendFlags {
     /// Returns the definition of the attention that the flags and the input's tensors describe.
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        let bias_order = match self.bias_order {
-            Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
-            Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
-        };
+        let bias_order = self.bias_order.unwrap_or(BiasOrder::AfterSoftCap);
         let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
         let attention = self.scores.apply(attention, sinks).bias(input.bias);
         self.outputs.set_mathematics(attention).forward_only(!self.backward)

@@ -5,15 +5,16 @@ use std::time::Duration;
 use annulus::{Attention, Backward, Division, Forward, Plan, Runtime, Setup, Tensors};
 use annulus_core::{Batch, DType, Dims, Element, Result, Runs, index};
 use annulus_plan::{Machine, Strategy};
+use clap::{ValueEnum, builder::PossibleValue};
 use ndarray::Array4;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
-    BenchFlags, Lengths, MeasuredPasses,
+    BenchFlags, MeasuredPasses,
     clock::{Clock, Least, least},
 };
 use crate::{
-    arguments::{documents, mask::AlignmentName, names, values::WindowSides},
+    arguments::{names, values::WindowSides},
     backend::BackendChoice,
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
@@ -25,14 +26,14 @@ use crate::{
 /// Shape and mask of one case.
 #[derive(Debug)]
 pub(super) struct BenchCase<'a> {
-    flags: &'a BenchFlags,
-    dims: Dims,
-    dtype: DType,
-    causal: bool,
+    pub(super) flags: &'a BenchFlags,
+    pub(super) dims: Dims,
+    pub(super) dtype: DType,
+    pub(super) causal: bool,
     /// Machine by which a strategy is chosen.
-    machine: Option<&'a Machine>,
+    pub(super) machine: Option<&'a Machine>,
     /// Packed documents as cumulative lengths.
-    batch: Batch,
+    pub(super) batch: &'a Batch,
 }
 
 /// Plan of one rank with its tensors.
@@ -62,33 +63,7 @@ struct Measured<'a> {
     pairs: f64,
 }
 
-impl<'a> BenchCase<'a> {
-    /// Creates a case.
-    pub(super) fn new(
-        flags: &'a BenchFlags,
-        dtype: DType,
-        head_dim: usize,
-        Lengths { q_len, kv_len }: Lengths,
-        causal: bool,
-    ) -> Self {
-        let dims = Dims {
-            batch: flags.batch,
-            q_len,
-            kv_len,
-            q_heads: flags.heads,
-            kv_heads: flags.kv_heads.unwrap_or(flags.heads),
-            head_dim,
-            value_dim: head_dim,
-        };
-        let batch = documents::batch(&flags.documents);
-        Self { flags, dims, dtype, causal, machine: None, batch }
-    }
-
-    /// Sets the machine.
-    pub(super) fn on(self, machine: Option<&'a Machine>) -> Self {
-        Self { machine, ..self }
-    }
-
+impl BenchCase<'_> {
     /// Measures the case on a ring of the job's ranks and prints a line for each of `passes`.
     ///
     /// # Ordering
@@ -100,7 +75,7 @@ impl<'a> BenchCase<'a> {
         backend: &BackendChoice,
     ) -> Outcome {
         let clock = &Clock::of(backend, job)?;
-        let named = |error| names::of_flags(error, self.flags.names());
+        let named = |error| names::of_flags(error, &self.flags.names());
         // before the pairs, whose count takes O(sequence length)
         job.agree(self.setup().spec(self.dims).map(drop).map_err(named))?;
         job.agree(names::check_strategy(self.flags.division.strategy, &self.dims, job.ranks()))?;
@@ -122,8 +97,8 @@ impl<'a> BenchCase<'a> {
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
                 let mut plan = backend.plan(self.flags.threads, endpoint, &setup, self.dims)?;
-                if self.batch != Batch::default() {
-                    plan.update(&self.batch)?;
+                if *self.batch != Batch::default() {
+                    plan.update(self.batch)?;
                 }
                 BenchRank::<T>::new(plan, &self.dims)
             })?;
@@ -173,7 +148,7 @@ impl<'a> BenchCase<'a> {
             let share = if self.causal { 0.5 } else { 1.0 };
             return Ok(share * q_len as f64 * kv_len as f64 * q_heads as f64 * batch as f64);
         }
-        Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
+        Ok(pairs::visible(&self.attention().spec(self.dims)?, self.batch))
     }
 
     /// Formats the JSON line.
@@ -190,41 +165,35 @@ impl<'a> BenchCase<'a> {
         let rounded = |number: f64, scale: f64| {
             if number.is_finite() { json!((number * scale).round() / scale) } else { Value::Null }
         };
-        let mut line = Map::new();
-        let mut put = |name: &str, value: Value| line.insert(name.to_owned(), value);
-        put("peer", json!(concat!("annulus-", env!("CARGO_PKG_VERSION"))));
-        put("what", json!(name));
-        put("dtype", json!(self.dtype.name()));
-        put("threads", json!(threads));
-        put("batch", json!(batch));
-        put("heads", json!(q_heads));
-        put("head_dim", json!(head_dim));
-        put("n", json!(q_len));
-        put("causal", json!(self.causal));
-        put("ms", rounded(least.wall * 1e3, 1e3));
-        put("gflops", rounded(flops / least.wall / 1e9, 10.0));
-        put("gflops_cpu", rounded(flops / (least.cpu / (threads * ranks) as f64) / 1e9, 10.0));
-        put("kv_heads", json!(kv_heads));
-        put("q_len", json!(q_len));
-        put("kv_len", json!(kv_len));
-        put("ranks", json!(ranks));
-        put("layout", json!(layout));
-        put("window", window.map_or(Value::Null, |window| json!([window.left, window.right])));
-        put("documents", if documents.is_empty() { Value::Null } else { json!(documents) });
-        put(
-            "align",
-            json!(if self.flags.align == AlignmentName::TopLeft {
-                "top-left"
-            } else {
-                "bottom-right"
-            }),
-        );
-        put("precision", json!(format!("{:?}", self.flags.precision).to_lowercase()));
-        put("pairs", json!(pairs));
-        put("backend", json!(backend));
-        put("clock", json!(clock.name()));
-        put("strategy", json!(strategy));
-        Value::Object(line).to_string()
+        let align = self.flags.align.to_possible_value();
+        let line = json!({
+            "peer": concat!("annulus-", env!("CARGO_PKG_VERSION")),
+            "what": name,
+            "dtype": self.dtype.name(),
+            "threads": threads,
+            "batch": batch,
+            "heads": q_heads,
+            "head_dim": head_dim,
+            "n": q_len,
+            "causal": self.causal,
+            "ms": rounded(least.wall * 1e3, 1e3),
+            "gflops": rounded(flops / least.wall / 1e9, 10.0),
+            "gflops_cpu": rounded(flops / (least.cpu / (threads * ranks) as f64) / 1e9, 10.0),
+            "kv_heads": kv_heads,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "ranks": ranks,
+            "layout": layout,
+            "window": window.map(|window| [window.left, window.right]),
+            "documents": Some(documents).filter(|documents| !documents.is_empty()),
+            "align": align.as_ref().map(PossibleValue::get_name),
+            "precision": format!("{:?}", self.flags.precision).to_lowercase(),
+            "pairs": pairs,
+            "backend": backend,
+            "clock": clock.name(),
+            "strategy": strategy,
+        });
+        line.to_string()
     }
 }
 

@@ -4,7 +4,7 @@ mod case;
 mod clock;
 
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Fingerprint};
+use annulus_core::{DType, Dims, Fingerprint};
 use annulus_plan::Machine;
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
@@ -13,15 +13,14 @@ use crate::{
     arguments::{
         documents,
         mask::AlignmentName,
-        names::Others,
         option_flags::{DivisionFlags, PrecisionName},
         ring::TransportName,
         values::{WindowSides, count, dim, dtype, ranks, threads},
     },
     backend::{BackendChoice, DeviceFlags},
     failure::{Failure, Outcome},
+    file,
     job::{DEFAULT_DEADLINE, Job},
-    machine,
 };
 use case::BenchCase;
 
@@ -131,13 +130,6 @@ enum MeasuredPasses {
     ForwardBackward,
 }
 
-/// Sequence lengths of one case.
-#[derive(Debug, Clone, Copy)]
-struct Lengths {
-    q_len: usize,
-    kv_len: usize,
-}
-
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
     let backend = BackendChoice::open(&flags.device, flags.transport, DEFAULT_DEADLINE)?;
@@ -149,7 +141,7 @@ pub(crate) fn run(flags: &BenchFlags) -> Outcome {
 fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
     job.set_ranks(flags.ranks, 1)?;
     job.threads(Some(flags.threads))?;
-    let machine = flags.division.machine.as_deref().map(machine::read).transpose();
+    let machine = flags.division.machine.as_deref().map(file::read_machine).transpose();
     let machine: Option<Machine> = job.agree(machine.map_err(Failure::from))?;
     let machine = machine.as_ref();
     // the processes of a ring must measure the same cases
@@ -159,11 +151,22 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         Fingerprint::new().bytes(all.as_bytes()).finish(),
         "another one",
     ))?;
+    let batch = &documents::batch(&flags.documents);
+    let lengths = job.agree(flags.lengths())?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
-            for lengths in job.agree(flags.lengths())? {
+            for &[q_len, kv_len] in &lengths {
+                let dims = Dims {
+                    batch: flags.batch,
+                    q_len,
+                    kv_len,
+                    q_heads: flags.heads,
+                    kv_heads: flags.kv_heads.unwrap_or(flags.heads),
+                    head_dim,
+                    value_dim: head_dim,
+                };
                 for &causal in &flags.causal {
-                    let case = BenchCase::new(flags, dtype, head_dim, lengths, causal).on(machine);
+                    let case = BenchCase { flags, dims, dtype, causal, machine, batch };
                     match dtype {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),
@@ -179,39 +182,25 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 
 impl BenchFlags {
     /// Flags of arguments that other subcommands set by another flag.
-    pub(super) fn names(&self) -> Others {
-        if self.q_len.is_none() && self.kv_len.is_some() {
-            return &[("head_dim", "--ds"), ("value_dim", "--ds"), ("q_len", "--kv-len")];
-        }
-        match (self.documents.is_empty(), self.q_len.is_some()) {
-            (false, _) => &[
-                ("head_dim", "--ds"),
-                ("value_dim", "--ds"),
-                ("q_len", "--documents"),
-                ("kv_len", "--documents"),
-            ],
-            (true, true) => &[("head_dim", "--ds"), ("value_dim", "--ds")],
-            (true, false) => &[
-                ("head_dim", "--ds"),
-                ("value_dim", "--ds"),
-                ("q_len", "--ns"),
-                ("kv_len", "--ns"),
-            ],
-        }
+    fn names(&self) -> [(&'static str, &'static str); 4] {
+        let [q_len, kv_len] = match (self.q_len, self.kv_len) {
+            _ if !self.documents.is_empty() => [documents::FLAG; 2],
+            (None, None) => ["--ns"; 2],
+            (None, Some(_)) => ["--kv-len"; 2],
+            (Some(_), _) => ["--q-len", "--kv-len"],
+        };
+        [("head_dim", "--ds"), ("value_dim", "--ds"), ("q_len", q_len), ("kv_len", kv_len)]
     }
 
-    /// Returns the lengths to measure.
-    fn lengths(&self) -> Outcome<Vec<Lengths>> {
+    /// Returns the numbers of queries and of keys to measure.
+    fn lengths(&self) -> Outcome<Vec<[usize; 2]>> {
         if !self.documents.is_empty() {
-            let total = documents::rows(&self.documents)?;
-            return Ok(vec![Lengths { q_len: total, kv_len: total }]);
+            return Ok(vec![[documents::rows(&self.documents)?; 2]]);
         }
         Ok(match (self.q_len, self.kv_len) {
-            (None, None) => self.ns.iter().map(|&n| Lengths { q_len: n, kv_len: n }).collect(),
-            (q_len, kv_len) => {
-                let one = q_len.or(kv_len).unwrap_or(1);
-                vec![Lengths { q_len: q_len.unwrap_or(one), kv_len: kv_len.unwrap_or(one) }]
-            }
+            (None, None) => self.ns.iter().map(|&n| [n; 2]).collect(),
+            (Some(len), None) | (None, Some(len)) => vec![[len; 2]],
+            (Some(q_len), Some(kv_len)) => vec![[q_len, kv_len]],
         })
     }
 }

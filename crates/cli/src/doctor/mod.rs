@@ -5,13 +5,13 @@
 mod mpi;
 mod process;
 
+use annulus::backend::BackendName;
 use annulus_cpu::Isa;
 use clap::Args;
 
 use crate::{
     VERSION,
     arguments::ring::{TransportName, WITH_MPI, cores},
-    backend::backends,
     failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
     launcher,
@@ -117,32 +117,16 @@ fn of_build(isa: Option<Isa>) -> Findings {
     let mut line = |name: &str, what: &str| findings.line(name, what);
     line("annulus", VERSION);
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
-    let missing: Vec<&str> = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))]
-        .into_iter()
-        .filter(|(_, has)| !has)
-        .map(|(name, _)| name)
-        .collect();
-    let missing = if missing.is_empty() {
-        String::new()
-    } else {
-        format!(" ({}: not in this build)", missing.join(", "))
-    };
-    line("backends", &format!("{}{missing}", backends()));
+    let backends = BackendName::ALL.map(|name| (name.name(), name.is_built()));
+    line("backends", &with_missing(&backends));
     #[cfg(feature = "wgpu")]
     of_adapters().iter().for_each(|adapter| line("wgpu", adapter));
     #[cfg(feature = "cuda")]
     of_gpus().iter().for_each(|gpu| line("cuda", gpu));
     #[cfg(feature = "nccl")]
     line("nccl", &of_nccl());
-    line(
-        "transports",
-        match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
-            (true, true) => "threads, mpi, nccl",
-            (true, false) => "threads, mpi (nccl: not in this build)",
-            (false, true) => "threads, nccl (mpi: not in this build)",
-            (false, false) => "threads (mpi, nccl: not in this build)",
-        },
-    );
+    let [mpi, nccl] = [cfg!(feature = "mpi"), cfg!(feature = "nccl")];
+    line("transports", &with_missing(&[("threads", true), ("mpi", mpi), ("nccl", nccl)]));
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
     let available: Vec<&str> =
@@ -157,6 +141,18 @@ fn of_build(isa: Option<Isa>) -> Findings {
     }
     line("threads", &format!("{} run in parallel on this machine", cores()));
     findings
+}
+
+/// Lists what this build has, and then what it has not.
+fn with_missing(all: &[(&str, bool)]) -> String {
+    let named = |built: bool| {
+        let names = all.iter().filter(|(_, has)| *has == built).map(|(name, _)| *name);
+        names.collect::<Vec<_>>().join(", ")
+    };
+    match named(false) {
+        none if none.is_empty() => named(true),
+        missing => format!("{} ({missing}: not in this build)", named(true)),
+    }
 }
 
 /// Describes each NVIDIA GPU and its compiler, or what is missing.
@@ -191,15 +187,14 @@ fn of_adapters() -> Vec<String> {
     if adapters.is_empty() {
         return vec![format!("no adapter: {}", annulus_wgpu::NO_ADAPTER)];
     }
-    let forced = annulus_wgpu::Level::forced();
-    let register_tile = annulus_wgpu::RegisterTile::forced();
-    let query_tile = annulus_wgpu::QueryTileSize::forced();
     let words = |adapter: annulus_wgpu::Adapter| {
         let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
         let annulus_wgpu::Adapter { number, name, api, driver, .. } = &adapter;
-        let tiles = tiles(&adapter, &register_tile, &query_tile);
-        let level = levels(&adapter, &forced);
+        let register_tile = annulus_wgpu::RegisterTile::forced();
+        let query_tile = annulus_wgpu::QueryTileSize::forced();
+        let tiles = tiles(&adapter, register_tile, query_tile);
+        let level = level(&adapter, annulus_wgpu::Level::forced());
         format!(
             "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, \
              {tiles}, {level}"
@@ -208,97 +203,71 @@ fn of_adapters() -> Vec<String> {
     adapters.into_iter().map(words).collect()
 }
 
+/// Describes a choice that a variable may force.
+#[cfg(feature = "wgpu")]
+fn choice(what: &str, chosen: &str, forced: annulus_core::Result<Option<&str>>) -> String {
+    match forced {
+        Ok(None) => format!("{what} {chosen}"),
+        Ok(Some(name)) => format!("{what} {name} (forced; else {chosen})"),
+        Err(wrong) => format!("no {what}: {wrong}"),
+    }
+}
+
 /// Describes the register tile of an adapter's kernels and the query tile of forward kernels: the
 /// default only if the adapter can run level `matrix`, the one at which it may be another than 32.
 #[cfg(feature = "wgpu")]
 fn tiles(
     adapter: &annulus_wgpu::Adapter,
-    register_tile: &annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
-    query_tile: &annulus_core::Result<Option<annulus_wgpu::QueryTileSize>>,
+    register_tile: annulus_core::Result<Option<annulus_wgpu::RegisterTile>>,
+    query_tile: annulus_core::Result<Option<annulus_wgpu::QueryTileSize>>,
 ) -> String {
-    let chosen = adapter.register_tile.name();
-    let mut tiles = match register_tile {
-        Ok(None) => format!("register tile {chosen}"),
-        Ok(Some(tile)) => format!("register tile {} (forced; else {chosen})", tile.name()),
-        Err(wrong) => format!("no register tile: {wrong}"),
-    };
-    let chosen = adapter.query_tile.map(annulus_wgpu::QueryTileSize::name);
-    match (query_tile, chosen) {
-        (Ok(None), Some(chosen)) => tiles += &format!(", query tile {chosen}"),
-        (Ok(Some(tile)), chosen) => {
-            let chosen = chosen.unwrap_or(annulus_wgpu::QueryTileSize::Of32.name());
-            tiles += &format!(", query tile {} (forced; else {chosen})", tile.name());
-        }
-        (Ok(None), None) => {}
-        (Err(wrong), _) => tiles += &format!(", no query tile: {wrong}"),
+    use annulus_wgpu::{QueryTileSize, RegisterTile};
+    let forced = register_tile.map(|tile| tile.map(RegisterTile::name));
+    let tiles = choice("register tile", adapter.register_tile.name(), forced);
+    if query_tile == Ok(None) && adapter.query_tile.is_none() {
+        return tiles;
     }
-    tiles
+    let chosen = adapter.query_tile.unwrap_or(QueryTileSize::Of32).name();
+    let forced = query_tile.map(|tile| tile.map(QueryTileSize::name));
+    format!("{tiles}, {}", choice("query tile", chosen, forced))
 }
 
 /// Describes the level of an adapter's kernels, the reason for it, and the levels that can be
 /// forced.
 #[cfg(feature = "wgpu")]
-fn levels(
+fn level(
     adapter: &annulus_wgpu::Adapter,
-    forced: &annulus_core::Result<Option<annulus_wgpu::Level>>,
+    forced: annulus_core::Result<Option<annulus_wgpu::Level>>,
 ) -> String {
-    let variable = annulus_wgpu::Level::VARIABLE;
-    let chosen = adapter.chosen.name();
+    use annulus_wgpu::Level;
+    let chosen = match adapter.record.filter(|_| forced == Ok(None)) {
+        Some(record) => format!("{} (measured as fastest in {record})", adapter.chosen.name()),
+        None => adapter.chosen.name().to_owned(),
+    };
     let at = match forced {
-        Ok(None) => adapter.record.map_or_else(
-            || format!("level {chosen}"),
-            |record| format!("level {chosen} (measured as fastest in {record})"),
-        ),
-        Ok(Some(level)) if adapter.levels.contains(level) => {
-            format!("level {} (forced; else {chosen})", level.name())
-        }
-        Ok(Some(level)) => {
+        Ok(Some(level)) if !adapter.levels.contains(&level) => {
             format!("no level: {} is forced, which this adapter does not support", level.name())
         }
-        Err(wrong) => format!("no level: {wrong}"),
+        forced => choice("level", &chosen, forced.map(|level| level.map(Level::name))),
     };
     let all: Vec<&str> = adapter.levels.iter().map(|level| level.name()).collect();
-    format!("{at}; {variable} forces one of: {}", all.join(" "))
+    format!("{at}; {} forces one of: {}", Level::VARIABLE, all.join(" "))
 }
 
 /// Lists the CPU features that SIMD kernels could use.
-#[cfg(target_arch = "x86_64")]
 fn cpu_features() -> String {
     macro_rules! found {
-        ($($name:tt),*) => { [$(($name, std::arch::is_x86_feature_detected!($name))),*] };
+        ($detected:ident, $($name:tt)*) => { [$(($name, std::arch::$detected!($name))),*] };
     }
-    listed(&found!(
-        "sse4.2",
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512bf16",
-        "avx512fp16"
-    ))
-}
-
-/// Lists the CPU features that SIMD kernels could use.
-#[cfg(target_arch = "aarch64")]
-fn cpu_features() -> String {
-    macro_rules! found {
-        ($($name:tt),*) => { [$(($name, std::arch::is_aarch64_feature_detected!($name))),*] };
-    }
-    listed(&found!("neon", "fp16", "bf16", "sve", "sve2"))
-}
-
-/// Lists the CPU features that SIMD kernels could use.
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn cpu_features() -> String {
-    listed(&[])
-}
-
-fn listed(features: &[(&str, bool)]) -> String {
+    #[cfg(target_arch = "x86_64")]
+    let features = found!(is_x86_feature_detected, "sse4.2" "avx" "avx2" "fma" "f16c" "avx512f"
+        "avx512bw" "avx512vl" "avx512bf16" "avx512fp16");
+    #[cfg(target_arch = "aarch64")]
+    let features = found!(is_aarch64_feature_detected, "neon" "fp16" "bf16" "sve" "sve2");
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let features: [(&str, bool); 0] = [];
     let found: Vec<&str> =
-        features.iter().filter(|(_, found)| *found).map(|&(name, _)| name).collect();
+        features.into_iter().filter(|(_, found)| *found).map(|(name, _)| name).collect();
     if found.is_empty() { "no SIMD feature detected".into() } else { found.join(" ") }
 }
 
@@ -326,21 +295,16 @@ mod tests {
             query_tile,
         };
         let [matrix, plain] = [Some(QueryTileSize::Of32), None].map(adapter);
-        assert_eq!(tiles(&matrix, &Ok(None), &Ok(None)), "register tile 4x4, query tile 32");
-        assert_eq!(tiles(&plain, &Ok(None), &Ok(None)), "register tile 4x4");
-        let forced = (Ok(Some(two)), Ok(Some(QueryTileSize::Of64)));
-        assert_eq!(
-            tiles(&matrix, &forced.0, &forced.1),
-            "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
-        );
-        assert_eq!(
-            tiles(&plain, &forced.0, &forced.1),
-            "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)"
-        );
-        let wrong = Err(Error::invalid(QueryTileSize::VARIABLE, "48", "one of 32, 64"));
+        assert_eq!(tiles(&matrix, Ok(None), Ok(None)), "register tile 4x4, query tile 32");
+        assert_eq!(tiles(&plain, Ok(None), Ok(None)), "register tile 4x4");
         let refused = "register tile 4x4, no query tile: ANNULUS_WGPU_QUERY_TILE: got 48, want \
                        one of 32, 64";
-        assert_eq!(tiles(&matrix, &Ok(None), &wrong), refused);
-        assert_eq!(tiles(&plain, &Ok(None), &wrong), refused);
+        let forced = "register tile 2x4 (forced; else 4x4), query tile 64 (forced; else 32)";
+        for adapter in [matrix, plain] {
+            let of64 = Ok(Some(QueryTileSize::Of64));
+            assert_eq!(tiles(&adapter, Ok(Some(two)), of64), forced);
+            let wrong = Err(Error::invalid(QueryTileSize::VARIABLE, "48", "one of 32, 64"));
+            assert_eq!(tiles(&adapter, Ok(None), wrong), refused);
+        }
     }
 }

@@ -13,8 +13,8 @@ const OPENMPI_YIELDS: &str = "OMPI_MCA_mpi_yield_when_idle";
 /// Adds the findings about the job to the report.
 pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
     let mut line = |name: &str, what: &str| findings.line(name, what);
-    let launch = world.launch();
-    let nodes = world.nodes();
+    let launch = &world.launch;
+    let nodes = &world.nodes;
     let library = launch.library()?;
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
     line("mpi", &library);
@@ -43,7 +43,7 @@ pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
         ),
     );
     of_nodes(nodes.locations()).iter().for_each(|nodes| line("nodes", nodes));
-    line("mpi tags", &format!("0 to {}", world.last_tag()));
+    line("mpi tags", &format!("0 to {}", world.last_tag));
     let yields = std::env::var(OPENMPI_YIELDS).is_ok_and(|value| value.trim() == "1");
     let advice = if library.contains("Open MPI") { Some(yields) } else { None };
     warnings(nodes.locations(), advice).iter().for_each(|warning| line("warning", warning));

@@ -218,21 +218,12 @@ pub(super) fn distinct(of_ranks: &[Vec<Finding>]) -> Vec<Finding> {
             }
         }
     }
-    let all = of_ranks.len();
-    let of_name = |name: &&str| {
-        let named = found.iter().filter(move |(finding, _)| finding.0 == *name);
-        named
-            .map(|((name, what), ranks)| {
-                let of = if ranks.len() == all {
-                    String::new()
-                } else {
-                    format!(" ({})", listed(ranks))
-                };
-                (name.clone(), format!("{what}{of}"))
-            })
-            .collect::<Vec<Finding>>()
+    found.sort_by_key(|((of, _), _)| names.iter().position(|name| name == of));
+    let in_words = |((name, what), ranks): &(&Finding, Vec<usize>)| match ranks.len() {
+        all if all == of_ranks.len() => (name.clone(), what.clone()),
+        _ => (name.clone(), format!("{what} ({})", listed(ranks))),
     };
-    names.iter().flat_map(of_name).collect()
+    found.iter().map(in_words).collect()
 }
 
 /// Formats ascending ranks: as runs, `rank 3`, `ranks 0-7,9`, or with a constant distance,

@@ -15,9 +15,10 @@ use std::{
 };
 
 use annulus_core::Result;
+use annulus_plan::Machine;
 
 use self::staged::{FileTarget, StagedFile};
-use crate::failure::io;
+use crate::{failure::io, message};
 
 mod dtype;
 mod read;
@@ -72,8 +73,8 @@ impl TextDocument {
         let Self { named, sink } = self;
         let failed = |error| io(&named, error);
         match sink {
-            Sink::File(staged) => {
-                staged.file().write_all(text).map_err(failed)?;
+            Sink::File(mut staged) => {
+                staged.file.write_all(text).map_err(failed)?;
                 staged.commit()
             }
             Sink::Stream(mut stream) => stream.write_all(text).map_err(failed),
@@ -112,6 +113,16 @@ pub(crate) fn open_regular(path: &Path) -> Result<File> {
 pub(crate) fn read_text(path: &Path) -> Result<String> {
     check(path)?;
     std::fs::read_to_string(path).map_err(|error| io(path, error))
+}
+
+/// Reads a machine file.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] if the file cannot be read, is no JSON, or has an unknown, missing
+/// or malformed field; [`annulus_core::Error::InvalidArgument`] of a wrong version or number. All
+/// name file and field.
+pub(crate) fn read_machine(path: &Path) -> Result<Machine> {
+    annulus_machine_file::parse(&read_text(path)?, &message::path(path))
 }
 
 fn check(path: &Path) -> Result<()> {

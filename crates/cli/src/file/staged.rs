@@ -78,9 +78,9 @@ impl FileTarget {
 #[derive(Debug)]
 pub(super) struct StagedFile {
     /// Path as the user wrote it, for messages.
-    named: PathBuf,
+    pub(super) named: PathBuf,
     target: PathBuf,
-    file: File,
+    pub(super) file: File,
     temporary: TempPath,
 }
 
@@ -133,16 +133,6 @@ impl StagedFile {
         self.temporary.file_name().unwrap_or_default()
     }
 
-    /// The open file.
-    pub(super) const fn file(&self) -> &File {
-        &self.file
-    }
-
-    /// Path as the user wrote it.
-    pub(super) fn named(&self) -> &Path {
-        &self.named
-    }
-
     /// Gives the complete file its name, and the permissions of a file that it replaces.
     ///
     /// # Errors
@@ -188,8 +178,8 @@ mod tests {
             drop(StagedFile::create(&target).unwrap());
             assert_eq!(files(), before, "{mode:?}");
             let staged = StagedFile::create(&target).unwrap();
-            let joined = StagedFile::join(&target, staged.name()).unwrap();
-            std::io::Write::write_all(&mut joined.file(), b"new").unwrap();
+            let mut joined = StagedFile::join(&target, staged.name()).unwrap();
+            std::io::Write::write_all(&mut joined.file, b"new").unwrap();
             staged.commit().unwrap();
             joined.release();
             assert_eq!(files(), 1, "{mode:?}");

@@ -72,7 +72,7 @@ impl OutputFile {
         let (metadata, header) = header(tensors).map_err(|what| io(target, what))?;
         let start = header.len() as u64;
         let staged = StagedFile::create(target)?;
-        let file = staged.file();
+        let file = &staged.file;
         file.set_len(start + metadata.data_len() as u64)
             .and_then(|()| file.write_all_at(&header, 0))
             .map_err(|error| io(target, error))?;
@@ -89,7 +89,7 @@ impl OutputFile {
         let start = header.len() as u64;
         let end = start + metadata.data_len() as u64;
         let staged = StagedFile::join(target, name)?;
-        match staged.file().metadata().map_err(|error| io(target, error))?.len() {
+        match staged.file.metadata().map_err(|error| io(target, error))?.len() {
             bytes if bytes == end => Ok(Self { staged, metadata, start }),
             bytes => Err(io(target, format!("has {bytes} bytes, rank 0 created it with {end}"))),
         }
@@ -178,7 +178,7 @@ impl OutputFile {
 
     /// Waits until the writes of this process are on the disk.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.staged.file().sync_all().map_err(|error| io(self.staged.named(), error))
+        self.staged.file.sync_all().map_err(|error| io(&self.staged.named, error))
     }
 
     /// Gives the complete file its name.
@@ -206,9 +206,9 @@ impl OutputFile {
     /// Writes bytes from byte `offset` of `entry` on.
     fn write_at(&self, bytes: &[u8], entry: &TensorInfo, offset: u64) -> Result<()> {
         self.staged
-            .file()
+            .file
             .write_all_at(bytes, self.start + entry.data_offsets.0 as u64 + offset)
-            .map_err(|error| io(self.staged.named(), error))
+            .map_err(|error| io(&self.staged.named, error))
     }
 }
 

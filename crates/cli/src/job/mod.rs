@@ -22,7 +22,7 @@ use annulus_core::{Backend, Error, Host, Result, Transport};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
-    arguments::ring::{RankKind, TransportName, threads_per_rank},
+    arguments::ring::{TransportName, threads_per_rank},
     failure::{Failure, Outcome},
 };
 #[cfg(feature = "mpi")]
@@ -85,27 +85,28 @@ impl Job {
         transport: TransportName,
         deadline: Duration,
     ) -> Outcome<Self> {
-        match transport.rank_kind()? {
-            RankKind::Threads => Ok(Self::of_threads(1)),
-            #[cfg(feature = "mpi")]
-            RankKind::Processes => {
-                let world = World::init(deadline)?;
-                let mut job = Self { ranks: world.ranks(), world: Some(world) };
-                let number =
-                    subcommand.bytes().fold(0u64, |number, letter| number << 8 | u64::from(letter));
-                // a process that could not parse its command line reports that in this agreement
-                match job.agree(Ok(())).and_then(|()| {
-                    job.require_same(Descriptor::new().field_as("subcommand", number, subcommand))
-                }) {
-                    Ok(()) => Ok(job),
-                    Err(failure) => Err(job.end_with(failure)),
-                }
+        if !transport.is_of_processes()? {
+            return Ok(Self::of_threads(1));
+        }
+        #[cfg(feature = "mpi")]
+        {
+            let world = World::init(deadline)?;
+            let mut job = Self { ranks: world.ranks(), world: Some(world) };
+            let number =
+                subcommand.bytes().fold(0u64, |number, letter| number << 8 | u64::from(letter));
+            // a process that could not parse its command line reports that in this agreement
+            let same = job.agree(Ok(())).and_then(|()| {
+                job.require_same(Descriptor::new().field_as("subcommand", number, subcommand))
+            });
+            match same {
+                Ok(()) => Ok(job),
+                Err(failure) => Err(job.end_with(failure)),
             }
-            #[cfg(not(feature = "mpi"))]
-            RankKind::Processes => {
-                let _: (&str, Duration) = (subcommand, deadline);
-                Err(TransportName::Mpi.missing())
-            }
+        }
+        #[cfg(not(feature = "mpi"))]
+        {
+            let _: (&str, Duration) = (subcommand, deadline);
+            Err(TransportName::Mpi.missing())
         }
     }
 
@@ -229,7 +230,7 @@ impl Job {
     /// Settings of the processes' endpoints.
     #[cfg(feature = "mpi")]
     pub(crate) fn settings(&self) -> Settings {
-        self.world.as_ref().map_or_else(Settings::default, World::settings)
+        self.world.as_ref().map_or_else(Settings::default, |world| world.settings.clone())
     }
 
     /// Returns an instant that all ranks take at the same time, up to the latency of a message.

@@ -47,14 +47,16 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(2);
 /// All processes of the job.
 pub(crate) struct World {
     endpoint: Deadline<Mpi, Host>,
-    nodes: NodeMap,
+    /// Node, host and cores of every process.
+    pub(crate) nodes: NodeMap,
     /// The highest tag of a message.
-    last_tag: u64,
-    settings: Settings,
+    pub(crate) last_tag: u64,
+    /// Settings of this job's endpoints.
+    pub(crate) settings: Settings,
     /// Number of the last collective on `endpoint`.
     round: u64,
     // dropped last: MPI must outlive the endpoint
-    launch: Launch,
+    pub(crate) launch: Launch,
 }
 
 impl World {
@@ -108,21 +110,6 @@ impl World {
         self.endpoint.ranks()
     }
 
-    /// Node, host and cores of every process.
-    pub(crate) const fn nodes(&self) -> &NodeMap {
-        &self.nodes
-    }
-
-    /// Returns the highest tag that MPI can send.
-    pub(crate) const fn last_tag(&self) -> u64 {
-        self.last_tag
-    }
-
-    /// The MPI library, initialised.
-    pub(crate) const fn launch(&self) -> &Launch {
-        &self.launch
-    }
-
     /// Number of ranks of this node that may run on a core of this rank, itself included. Ranks
     /// whose cores are unknown count as sharing.
     pub(super) fn ranks_sharing_cores(&self) -> usize {
@@ -143,7 +130,7 @@ impl World {
     /// # Ordering
     /// Collective over the processes.
     pub(super) fn endpoint(&self) -> Result<RankEndpoint> {
-        Ok(RankEndpoint::Process(Box::new(Mpi::world(self.settings())?)))
+        Ok(RankEndpoint::Process(Box::new(Mpi::world(self.settings.clone())?)))
     }
 
     /// Returns the group of the first `count` processes, or `None` if this one is not in it.
@@ -152,11 +139,6 @@ impl World {
     /// Collective over the processes.
     pub(crate) fn first_ranks(&self, count: usize) -> Result<Option<FirstRanks>> {
         FirstRanks::of_world(count, self.settings.timeout.clone())
-    }
-
-    /// Settings of this job's endpoints.
-    pub(crate) fn settings(&self) -> Settings {
-        self.settings.clone()
     }
 
     pub(super) fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -32,7 +32,7 @@ use crate::{
         },
     },
     failure::Outcome,
-    file, machine,
+    file,
     stdout::say,
 };
 use decode::TokenFigures;
@@ -137,12 +137,12 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let files = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
     names::check_different_files(&files.collect::<Vec<_>>())?;
     let dims = flags.dims()?;
-    let named = |error| names::of_flags(error, flags.names());
+    let named = |error| names::of_flags(error, &flags.names());
     let spec = flags.spec(dims).map_err(named)?;
     documents::check(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;
     figures::check_rank(flags.rank, flags.ranks).map_err(named)?;
-    let machine = flags.machine.as_deref().map(machine::read).transpose()?;
+    let machine = flags.machine.as_deref().map(file::read_machine).transpose()?;
     let machine = machine.as_ref();
     if flags.decode {
         let figures = flags.token(&spec, machine).map_err(named)?;
@@ -169,18 +169,13 @@ impl PlanFlags {
     }
 
     /// Flags of arguments that other subcommands set by another flag.
-    const fn names(&self) -> names::Others {
-        if self.q_len.is_some() {
-            &[("ranks", "--ranks"), ("rank", "--rank"), ("svg", "--svg")]
-        } else {
-            &[
-                ("ranks", "--ranks"),
-                ("rank", "--rank"),
-                ("svg", "--svg"),
-                ("q_len", documents::FLAG),
-                ("kv_len", documents::FLAG),
-            ]
-        }
+    const fn names(&self) -> [(&'static str, &'static str); 5] {
+        let [q_len, kv_len] = match self.q_len {
+            Some(_) => ["--q-len", "--kv-len"],
+            None => [documents::FLAG; 2],
+        };
+        let [ranks, rank, svg] = [("ranks", "--ranks"), ("rank", "--rank"), ("svg", "--svg")];
+        [ranks, rank, svg, ("q_len", q_len), ("kv_len", kv_len)]
     }
 
     fn spec(&self, dims: Dims) -> Result<Spec> {

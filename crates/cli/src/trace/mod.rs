@@ -20,15 +20,15 @@ use std::{
 use annulus::comm::trace::{TraceLog, write_chrome};
 use annulus_core::Result;
 use clap::{Args, Subcommand};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, value::RawValue};
 
 use crate::{
-    failure::{Failure, Outcome, io},
+    failure::{Outcome, io},
     file::{TextDocument, read_text},
     job::Job,
     message,
-    report::counted,
+    report::{counted, json_line},
     stdout::say,
 };
 
@@ -77,11 +77,12 @@ pub(crate) fn run(command: &TraceCommand) -> Outcome {
 
 /// Identity of one run, which distinguishes its trace files from those that an earlier run left in
 /// the folder.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RunId {
-    id: u64,
+    run: String,
     ranks: usize,
     /// True if each rank has a clock of its own: under MPI.
+    #[serde(default)]
     own_clocks: bool,
 }
 
@@ -96,19 +97,13 @@ impl RunId {
         let now =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
         let mine = now ^ u64::from(std::process::id()).rotate_left(40);
-        let all = job.all_gather(&mine.to_le_bytes())?;
-        let id = all
-            .first()
-            .and_then(|bytes| bytes.first_chunk::<8>())
-            .map_or(mine, |bytes| u64::from_le_bytes(*bytes));
-        Ok::<_, Failure>(Self { id, ranks: job.ranks(), own_clocks: job.is_mpi() })
+        let id = job.all_gather_values(&mine)?.first().copied().unwrap_or(mine);
+        Ok(Self { run: format!("{id:016x}"), ranks: job.ranks(), own_clocks: job.is_mpi() })
     }
 
     /// Adds the id to a rank's trace as `otherData`, a field that the Chrome trace format allows.
     pub(crate) fn mark(&self, events: Vec<u8>) -> Vec<u8> {
-        let Self { id, ranks, own_clocks } = self;
-        let run = format!("\"run\":\"{id:016x}\",\"ranks\":{ranks},\"own_clocks\":{own_clocks}");
-        let head = format!("{{\"otherData\":{{{run}}},").into_bytes();
+        let head = format!("{{\"otherData\":{},", json_line(self)).into_bytes();
         [&head, events.strip_prefix(b"{").unwrap_or(&events)].concat()
     }
 }
@@ -241,19 +236,9 @@ impl Offsets {
 #[derive(Debug, Deserialize)]
 struct RankTrace<'a> {
     #[serde(rename = "otherData")]
-    run: RunMark,
+    run: RunId,
     #[serde(borrow, rename = "traceEvents")]
     events: Vec<&'a RawValue>,
-}
-
-/// Id of the run, as [`super::RunId`] writes it.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-struct RunMark {
-    run: String,
-    ranks: usize,
-    /// True if each rank has a clock of its own.
-    #[serde(default)]
-    own_clocks: bool,
 }
 
 /// Joins the files of `folder` into `out`. Returns the numbers of ranks and of events.
@@ -265,7 +250,7 @@ fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
     let document = TextDocument::create(out)?;
     let mut text = String::from("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     let mut count = 0;
-    let mut first = None::<RunMark>;
+    let mut first = None::<RunId>;
     let mut rank = 0;
     let mut rank0 = Completions::new();
     while first.as_ref().is_none_or(|first| rank < first.ranks) {
