@@ -3,16 +3,15 @@
 use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
-    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, HostBuffer, HostView, Inputs, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
-    Workspace,
+    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass, Host,
+    HostBuffer, HostView, Inputs, Passes, RowSet, Rows, SinkShape, Spec, Workspace,
 };
-use annulus_cpu::Cpu;
+use annulus_cpu::{Cpu, CpuBackward, CpuForward, CpuWorkspace};
 use annulus_plan::Layout;
 use ndarray::{Array4, s};
 
 use crate::{
-    ranks::{LocalKv, Rank, keep_going},
+    ranks::{LocalKv, Rank, keep_going, outputs},
     support::{Case, Random},
 };
 
@@ -45,6 +44,16 @@ fn kv_buffer(rank: &Rank<f32>) -> HostBuffer {
     rank.keys_buffer(rank.shard.spec.kv_row_layout()).unwrap()
 }
 
+/// The block of all of a rank's keys, in a buffer.
+fn block<'a>(buffer: &'a HostBuffer, rank: &'a Rank<f32>) -> Block<'a, Host> {
+    Block { buffer, ready: &(), rows: &rank.shard.keys, first_local: None }
+}
+
+/// Starts a one-pass backward.
+fn backward<'p>(workspace: &'p mut CpuWorkspace, rank: &'p Rank<f32>) -> CpuBackward<'p> {
+    workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap()
+}
+
 /// Local keys of a pass that packs all of them.
 fn all_keys(rank: &Rank<f32>) -> RowSet {
     LocalKv::Records.sent(rank.shard.keys.len())
@@ -53,19 +62,11 @@ fn all_keys(rank: &Rank<f32>) -> RowSet {
 /// Returns out and lse.
 fn finish(
     rank: &Rank<f32>,
-    pass: annulus_cpu::CpuForward<'_>,
+    pass: CpuForward<'_>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();
-    let outputs = &mut Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
-    pass.finish(outputs, &mut keep_going)?;
+    pass.finish(&mut outputs(&mut out, &mut lse), &mut keep_going)?;
     Ok((out, lse))
 }
 
@@ -94,13 +95,7 @@ fn strides_change_no_bit() {
         array.slice(s![..;-1, ..;-1, ..;-1, ..;-1]).permuted_axes([0, 3, 1, 2])
     };
     assert_eq!(view(&q), rank.q);
-    let inputs = Inputs {
-        q: Element::view(view(&q)),
-        k: Element::view(view(&k)),
-        v: Element::view(view(&v)),
-        bias: None,
-        sinks: None,
-    };
+    let inputs = Inputs::new(&q, &k, &v).map(|tensor| Element::view(view(tensor)));
     assert_eq!(forward(&cpu, &rank, &inputs).unwrap(), want);
     // with one rank the kernels read k and v in the tensors
     assert_eq!(forward_of(&cpu, &rank, &inputs, LocalKv::Inputs).unwrap(), want);
@@ -177,8 +172,7 @@ fn parts_of_the_local_keys_are_read_in_the_inputs() {
             pass.attend(&block, &mut keep_going).unwrap();
         }
         let outputs = finish(&rank, pass).unwrap();
-        let inputs = rank.backward_inputs();
-        let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+        let mut pass = backward(&mut workspace, &rank);
         pass.local_kv(&mut buffer, &local_kv.sent(200)).unwrap();
         let sums = parts.each_ref().map(|part| {
             let bytes = part.start * record..part.end * record;
@@ -217,8 +211,7 @@ fn a_break_ends_the_call_early() {
         let mut buffer = kv_buffer(&rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
-        let block =
-            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+        let block = block(&buffer, &rank);
         let mut ticks = 0;
         let mut stop = || {
             ticks += 1;
@@ -245,38 +238,18 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
     let mut ticks = [0; 2];
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();
-    let outputs = &mut Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
+    let outputs = &mut outputs(&mut out, &mut lse);
     let tick = &mut || {
         ticks[0] += 1;
         flow
     };
     workspace.forward(rank.inputs(), &mut keep_going).unwrap().finish(outputs, tick).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
-    let mut dq = rank.q.clone();
-    let mut dk = rank.k.clone();
-    let mut dv = rank.v.clone();
-    let mut dsinks = rank.sinks.clone().unwrap();
-    let gradients = &mut Gradients {
-        dq: Element::view_mut(dq.view_mut()),
-        dk: Element::view_mut(dk.view_mut()),
-        dv: Element::view_mut(dv.view_mut()),
-        dbias: None,
-        dsinks: Some(Element::view_mut(dsinks.view_mut())),
-    };
     let tick = &mut || {
         ticks[1] += 1;
         flow
     };
-    let pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
-    pass.finish(&dkv, gradients, tick).unwrap();
+    rank.finish_backward(backward(&mut workspace, &rank), &dkv, tick).unwrap();
     ticks
 }
 
@@ -300,26 +273,13 @@ fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
         Rank::new(&Case::new(spec, &mut Random(13)), &Layout::Contiguous, 0, 1).unwrap();
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Both).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
-    let mut dq = rank.q.clone();
-    let mut dk = rank.k.clone();
-    let mut dv = rank.v.clone();
-    let mut dbias = rank.bias.clone().unwrap();
-    let gradients = &mut Gradients {
-        dq: Element::view_mut(dq.view_mut()),
-        dk: Element::view_mut(dk.view_mut()),
-        dv: Element::view_mut(dv.view_mut()),
-        dbias: Some(Element::view_mut(dbias.view_mut())),
-        dsinks: None,
-    };
     let mut ticks = 0;
     let tick = &mut || {
         ticks += 1;
         flow
     };
-    let pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
-    pass.finish(&dkv, gradients, tick).unwrap();
-    let is_zero = dbias.iter().all(|&sum| sum == 0.0);
+    let gradients = rank.finish_backward(backward(&mut workspace, &rank), &dkv, tick).unwrap();
+    let is_zero = gradients.dbias.iter().flatten().all(|&sum| sum == 0.0);
     assert_eq!(is_zero, flow.is_continue(), "no pair was attended to");
     ticks
 }
@@ -343,12 +303,9 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
         let mut buffer = kv_buffer(&rank);
         let mut dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
         for stopped in (0..=breaks).map(|attempt| attempt < breaks) {
-            let mode = BackwardMode::OnePass;
-            let mut pass =
-                workspace.backward(rank.backward_inputs(), mode, &mut keep_going).unwrap();
+            let mut pass = self::backward(&mut workspace, &rank);
             pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
-            let block =
-                Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+            let block = block(&buffer, &rank);
             let mut tick = || match stopped {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
@@ -357,18 +314,7 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
             if stopped {
                 continue;
             }
-            let mut dq = rank.q.clone();
-            let mut dk = rank.k.clone();
-            let mut dv = rank.v.clone();
-            let mut gradients = Gradients {
-                dq: Element::view_mut(dq.view_mut()),
-                dk: Element::view_mut(dk.view_mut()),
-                dv: Element::view_mut(dv.view_mut()),
-                dbias: None,
-                dsinks: None,
-            };
-            pass.finish(&dkv, &mut gradients, &mut keep_going).unwrap();
-            return (dq, dk, dv);
+            return rank.finish_backward(pass, &dkv, &mut keep_going).unwrap();
         }
         unreachable!("the last attempt is not stopped")
     };
@@ -387,8 +333,7 @@ fn a_workspace_adopts_a_new_batch() {
         let mut buffer = kv_buffer(rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, &all_keys(rank)).unwrap();
-        let block =
-            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+        let block = block(&buffer, rank);
         pass.attend(&block, &mut keep_going).unwrap();
         let want = forward(&cpu, rank, &rank.inputs()).unwrap();
         assert_eq!(finish(rank, pass).unwrap(), want);
@@ -404,10 +349,9 @@ fn a_pass_that_a_workspace_was_not_made_for_is_a_typed_error() {
         workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going);
     assert_eq!(refused.err().map(|error| error.code()), Some(46));
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
-    let mut pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
+    let mut pass = backward(&mut workspace, &rank);
     let buffer = kv_buffer(&rank);
-    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+    let block = block(&buffer, &rank);
     assert_eq!(pass.attend_kv(&block, None, &mut keep_going).unwrap_err().code(), 46);
 }
 

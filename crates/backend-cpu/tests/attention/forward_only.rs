@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, Block, DType, Dims, Dropout, Element, ForwardPass, HostBuffer, Outputs, Passes,
-    RowSet, SinkShape, Spec, Workspace, mask,
+    Backend, Block, DType, Dims, Dropout, Element, ForwardPass, HostBuffer, Passes, RowSet,
+    SinkShape, Spec, Workspace, mask,
 };
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
@@ -14,7 +14,7 @@ use half::bf16;
 use ndarray::{Array2, Array4, s};
 
 use crate::{
-    ranks::{LastCall, LocalKv, Rank, keep_going},
+    ranks::{LastCall, LocalKv, Rank, keep_going, outputs},
     support::{Case, Random},
 };
 
@@ -254,14 +254,7 @@ fn narrow_tasks_write_outputs_before_the_epilogue() {
     let mut memory = Array4::from_elem((2, 2 * LEN, 4, 18), 7f32);
     let mut out = memory.slice_mut(s![.., ..;-2, .., ..;2]);
     let mut lse = rank.lse.clone();
-    let outputs = &mut Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
+    let outputs = &mut outputs(out.view_mut(), &mut lse);
     let rows = &rank.shard.keys;
     let block = Block { buffer: &buffer, ready: &(), rows, first_local: Some(0) };
     pass.attend_last(&block, outputs, &mut keep_going).unwrap();

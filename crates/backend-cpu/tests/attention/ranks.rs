@@ -3,15 +3,32 @@
 use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
     Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Reduction,
-    Result, RowSet, Rows, Side, Workspace,
+    Result, RowSet, Rows, Side, Tick, Workspace,
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
-use ndarray::{Array2, Array3, Array4, Axis};
+use half::{bf16, f16};
+use ndarray::{Array2, Array3, Array4, ArrayViewMut4, Axis};
 
 use crate::support::{Case, Outcome};
+
+/// Evaluates `$call` with `$element` as the element type `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $call:expr) => {
+        match $dtype {
+            DType::F64 => with_element!(@ $element, f64, $call),
+            DType::F32 => with_element!(@ $element, f32, $call),
+            DType::Bf16 => with_element!(@ $element, bf16, $call),
+            DType::F16 => with_element!(@ $element, f16, $call),
+        }
+    };
+    (@ $element:ident, $type:ty, $call:expr) => {{
+        type $element = $type;
+        $call
+    }};
+}
 
 impl Case {
     /// Runs the case on a ring of `ranks` ranks.
@@ -28,20 +45,9 @@ impl Case {
         ranks: usize,
         fused: bool,
     ) -> Result<Outcome> {
-        match self.spec.dtype {
-            annulus_core::DType::F64 => {
-                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
-            }
-            annulus_core::DType::F32 => {
-                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
-            }
-            annulus_core::DType::Bf16 => {
-                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
-            }
-            annulus_core::DType::F16 => {
-                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
-            }
-        }
+        with_element!(self.spec.dtype, E => {
+            Ring::<E>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+        })
     }
 
     /// Returns out and lse of forward-only workspaces.
@@ -52,22 +58,9 @@ impl Case {
         ranks: usize,
         local_kv: LocalKv,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
-        match self.spec.dtype {
-            annulus_core::DType::F64 => {
-                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
-            }
-            annulus_core::DType::F32 => {
-                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
-            }
-            annulus_core::DType::Bf16 => {
-                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Forward)?
-                    .run_forward(local_kv)
-            }
-            annulus_core::DType::F16 => {
-                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Forward)?
-                    .run_forward(local_kv)
-            }
-        }
+        with_element!(self.spec.dtype, E => {
+            Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
+        })
     }
 }
 
@@ -246,10 +239,51 @@ impl<E: Element> Rank<E> {
         }
     }
 
+    /// Finishes a backward pass. What it does not write is 7, or dbias and dsinks of their inputs.
+    pub(crate) fn finish_backward(
+        &self,
+        pass: annulus_cpu::CpuBackward<'_>,
+        dkv: &HostBuffer,
+        tick: Tick<'_>,
+    ) -> Result<RankGradients<E>> {
+        let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
+        let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(full);
+        let [mut dbias, mut dsinks] = [self.bias.clone(), self.sinks.clone()];
+        let mut gradients = Gradients {
+            dbias: dbias.as_mut().map(|dbias| Element::view_mut(dbias.view_mut())),
+            dsinks: dsinks.as_mut().map(|dsinks| Element::view_mut(dsinks.view_mut())),
+            ..Gradients::new(
+                E::view_mut(dq.view_mut()),
+                E::view_mut(dk.view_mut()),
+                E::view_mut(dv.view_mut()),
+            )
+        };
+        pass.finish(dkv, &mut gradients, tick)?;
+        Ok(RankGradients { dq, dk, dv, dbias, dsinks })
+    }
+
     /// Returns a zeroed buffer for the records of all keys.
     pub(crate) fn keys_buffer(&self, record: annulus_core::RowLayout) -> Result<HostBuffer> {
         HostBuffer::zeroed(record.bytes() * self.shard.keys.len() as u64)
     }
+}
+
+/// Gradients of one rank.
+#[derive(PartialEq)]
+pub(crate) struct RankGradients<E: Element> {
+    pub(crate) dq: Array4<E>,
+    pub(crate) dk: Array4<E>,
+    pub(crate) dv: Array4<E>,
+    pub(crate) dbias: Option<Array4<E::Accumulator>>,
+    dsinks: Option<Array4<E::Accumulator>>,
+}
+
+/// Returns the outputs of a pass without row statistics.
+pub(crate) fn outputs<'a, E: Element>(
+    out: impl Into<ArrayViewMut4<'a, E>>,
+    lse: &'a mut Array4<E::Accumulator>,
+) -> Outputs<HostViewMut<'a>> {
+    Outputs::new(E::view_mut(out.into()), Element::view_mut(lse.view_mut()))
 }
 
 struct Ring<'a, E: Element> {
@@ -308,7 +342,7 @@ impl<'a, E: Element> Ring<'a, E> {
             pass.local_kv(block, &sent)?;
             passes.push(pass);
         }
-        let mut outputs = Vec::new();
+        let mut written = Vec::new();
         for (r, mut pass) in passes.into_iter().enumerate() {
             let rank = &self.ranks[r];
             let mut out = rank.out.clone();
@@ -316,12 +350,10 @@ impl<'a, E: Element> Ring<'a, E> {
             let (mut max, mut sum, mut ties) =
                 (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
             let outputs_of_rank = &mut Outputs {
-                out: E::view_mut(out.view_mut()),
-                lse: Element::view_mut(lse.view_mut()),
                 max: Some(Element::view_mut(max.view_mut())),
                 sum: Some(Element::view_mut(sum.view_mut())),
                 ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
-                out_residual: None,
+                ..outputs(&mut out, &mut lse)
             };
             for t in 0..count {
                 let owner = (r + t) % count;
@@ -336,9 +368,9 @@ impl<'a, E: Element> Ring<'a, E> {
                 }
             }
             pass.finish(outputs_of_rank, &mut keep_going)?;
-            outputs.push((out, lse, max, sum, ties));
+            written.push((out, lse, max, sum, ties));
         }
-        for (rank, outputs) in self.ranks.iter_mut().zip(outputs) {
+        for (rank, outputs) in self.ranks.iter_mut().zip(written) {
             (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = outputs;
         }
         Ok(())
@@ -426,24 +458,8 @@ impl Case {
             dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
         };
         for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
-            let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
-            let mut dq = full(&rank.q);
-            let mut dk = full(&rank.k);
-            let mut dv = full(&rank.v);
-            let mut dbias = rank.bias.clone();
-            let mut dsinks = rank.sinks.clone();
-            let mut gradients = Gradients {
-                dq: E::view_mut(dq.view_mut()),
-                dk: E::view_mut(dk.view_mut()),
-                dv: E::view_mut(dv.view_mut()),
-                dbias: dbias
-                    .as_mut()
-                    .map(|dbias| -> HostViewMut<'_> { Element::view_mut(dbias.view_mut()) }),
-                dsinks: dsinks
-                    .as_mut()
-                    .map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
-            };
-            pass.finish(dkv, &mut gradients, &mut keep_going)?;
+            let RankGradients { dq, dk, dv, dbias, dsinks } =
+                rank.finish_backward(pass, dkv, &mut keep_going)?;
             let q_rows = rank.shard.queries.rows();
             let kv_rows = rank.shard.keys.rows();
             scatter(&rank.out, &mut all.out, 1, q_rows);

@@ -115,6 +115,19 @@ fn the_gradient_of_any_bias_is_the_same_for_any_thread_count() {
 }
 
 #[test]
+fn heads_with_masks_of_their_own_add_to_one_dbias_in_the_same_order() {
+    let dims = Dims { kv_len: 330, q_heads: 4, ..Dims::new(1, 200, 2, 8) };
+    let mut spec = Spec { bias: Some([1, 1, 200, 1]), ..Spec::new(dims, DType::F32) };
+    let heads = (0..4)
+        .map(|head| -> mask::SharedMask { Arc::new(mask::Causal { offset: 130 + head as i64 }) });
+    spec.mask = Arc::new(mask::PerHead(heads.collect()));
+    let case = Case::new(spec, &mut Random(8));
+    let run = |threads| case.run(&Cpu::new(threads).unwrap(), &Layout::Contiguous, 1).unwrap();
+    let alone = run(1);
+    assert!((0..12).all(|_| run(3).bits() == alone.bits()));
+}
+
+#[test]
 fn every_instruction_set_splits_planes_and_sums_dbias() {
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let cpu = Cpu::new(3).unwrap().with_isa(isa).unwrap();

@@ -20,7 +20,6 @@
 //! narrower than the accumulator. If it is the accumulator's type, the oracle does not round.
 
 mod backward;
-mod dropout;
 mod pair_visibility;
 mod row;
 #[cfg(test)]

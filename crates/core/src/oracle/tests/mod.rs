@@ -158,7 +158,7 @@ fn dropout_does_not_change_the_row_sum() {
     assert_ne!(clean.out, dropped.out);
     let count = |case: &Case| {
         let dropped = |b, h, i, j| {
-            super::dropout::dropped(&case.spec.dims, case.spec.dropout.unwrap(), b, h, i, j)
+            super::row::dropped(&case.spec.dims, case.spec.dropout.unwrap(), b, h, i, j)
         };
         (0..2 * 2 * 40 * 40)
             .filter(|n| dropped(n / 3200, n / 1600 % 2, n / 40 % 40, n % 40))
