@@ -13,7 +13,7 @@ use crate::{
     simd::{dispatch::IsaToken, isa::Isa},
     threads::team::Team,
     tile::tile_mask::TILE,
-    workspace::state::{CpuWorkspace, PassState, Summed},
+    workspace::state::{CpuWorkspace, PassState, TypedState},
 };
 
 /// Tiled exact attention on the threads of one host.
@@ -142,8 +142,10 @@ impl Backend for Cpu {
         let threads = self.team.threads();
         let backward = passes == Passes::Both;
         let state = match shard.spec.dtype.accumulator() {
-            DType::F64 => Summed::wrap(PassState::<f64>::new(shard, token, threads, backward)?),
-            _ => Summed::wrap(PassState::<f32>::new(shard, token, threads, backward)?),
+            DType::F64 => {
+                TypedState::F64(Box::new(PassState::new(shard, token, threads, backward)?))
+            }
+            _ => TypedState::F32(Box::new(PassState::new(shard, token, threads, backward)?)),
         };
         // in a forked child: threads of its own
         let team = if self.team.has_threads() {

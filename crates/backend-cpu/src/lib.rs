@@ -23,14 +23,79 @@
 //!   forward.
 
 mod backend;
-mod backward;
-mod decode;
-mod forward;
 mod pass;
-mod simd;
-mod threads;
-mod tile;
-mod workspace;
+
+mod backward {
+    pub(crate) mod begin;
+    pub(crate) mod calls;
+    pub(crate) mod dkv;
+    pub(crate) mod dq;
+    pub(crate) mod ds;
+    pub(crate) mod finish;
+    pub(crate) mod fused;
+    pub(crate) mod leaf_sums;
+    pub(crate) mod reduction;
+}
+
+mod decode {
+    pub(crate) mod kernels;
+    pub(crate) mod split_kv;
+}
+
+mod forward {
+    pub(crate) mod finish;
+    pub(crate) mod outputs;
+    pub(crate) mod query_pass;
+    pub(crate) mod tiles;
+}
+
+mod workspace {
+    pub(crate) mod bias_gradient;
+    pub(crate) mod decode;
+    pub(crate) mod leaves;
+    pub(crate) mod query_block;
+    pub(crate) mod query_tiles;
+    pub(crate) mod records;
+    pub(crate) mod scratch;
+    pub(crate) mod state;
+    pub(crate) mod statistics;
+}
+
+mod tile {
+    pub(crate) mod aligned;
+    pub(crate) mod bf16_pairs;
+    pub(crate) mod bias;
+    pub(crate) mod dropout;
+    pub(crate) mod ds_tile;
+    pub(crate) mod gemm;
+    pub(crate) mod geometry;
+    pub(crate) mod input;
+    pub(crate) mod pack;
+    pub(crate) mod prefetch;
+    pub(crate) mod scores;
+    pub(crate) mod softmax;
+    pub(crate) mod tile_mask;
+}
+
+mod threads {
+    pub(crate) mod ordered_reduction;
+    pub(crate) mod team;
+}
+
+mod simd {
+    pub(crate) mod dispatch;
+    pub(crate) mod element;
+    pub(crate) mod exp;
+    pub(crate) mod isa;
+    pub(crate) mod vector;
+
+    #[cfg(target_arch = "x86_64")]
+    mod avx2;
+    #[cfg(target_arch = "x86_64")]
+    mod avx512;
+    #[cfg(target_arch = "aarch64")]
+    mod neon;
+}
 
 pub use backend::Cpu;
 pub use backend::id as numerics_id;

@@ -13,9 +13,8 @@ use crate::{
     threads::team::Team,
     tile::input::{Acc, TileInput},
     workspace::{
-        leaves::ArrivingKeys,
         records,
-        state::{BlockOrder, CpuWorkspace, PassState, Summed, TypedState},
+        state::{BlockOrder, CpuWorkspace, PassState, TypedState, by_sums},
     },
 };
 
@@ -29,28 +28,17 @@ macro_rules! by_dtype {
     ($dtype:expr, $workspace:expr, |$team:ident, $state:ident: PassState<$element:ident>| $call:expr) => {{
         let dtype = $dtype;
         let CpuWorkspace { team: $team, state, .. } = &mut *$workspace;
-        match dtype {
-            DType::F64 => by_dtype!(@ state, $state, $element, f64, $call),
-            DType::F32 => by_dtype!(@ state, $state, $element, f32, $call),
-            DType::Bf16 => by_dtype!(@ state, $state, $element, bf16, $call),
-            DType::F16 => by_dtype!(@ state, $state, $element, f16, $call),
+        match (dtype, state) {
+            (DType::F64, TypedState::F64($state)) => by_dtype!(@ $element, f64, $call),
+            (DType::F32, TypedState::F32($state)) => by_dtype!(@ $element, f32, $call),
+            (DType::Bf16, TypedState::F32($state)) => by_dtype!(@ $element, bf16, $call),
+            (DType::F16, TypedState::F32($state)) => by_dtype!(@ $element, f16, $call),
+            _ => Err(Error::internal("a workspace with accumulators of another type")),
         }
     }};
-    (@ $all:ident, $state:ident, $element:ident, $type:ty, $call:expr) => {{
+    (@ $element:ident, $type:ty, $call:expr) => {{
         type $element = $type;
-        let $state = Acc::<$element>::state($all)?;
         $call
-    }};
-}
-
-/// Evaluates `$call` with `$state` bound to the state of either accumulator type.
-macro_rules! by_sums {
-    ($workspace:expr, |$team:ident, $state:ident| $call:expr) => {{
-        let CpuWorkspace { team: $team, state, .. } = &mut *$workspace;
-        match state {
-            TypedState::F32($state) => $call,
-            TypedState::F64($state) => $call,
-        }
     }};
 }
 
@@ -76,9 +64,9 @@ impl annulus_core::Workspace for CpuWorkspace {
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         let threads = self.team.threads();
-        by_sums!(self, |_team, state| {
+        by_sums!(&mut self.state, state => {
             if !state.update(shard) {
-                **state = state.recreate(shard, threads)?;
+                **state = PassState::new(shard, state.geometry.token, threads, state.backward)?;
             }
         });
         Ok(())
@@ -93,7 +81,7 @@ impl annulus_core::Workspace for CpuWorkspace {
         inputs: Inputs<HostView<'p>>,
         _: Tick<'_>,
     ) -> Result<CpuForward<'p>> {
-        by_sums!(self, |team, state| forward::tiles::begin(team, state));
+        by_sums!(&mut self.state, state => forward::tiles::begin(&self.team, state));
         Ok(CpuForward { workspace: self, inputs, written: false })
     }
 
@@ -103,7 +91,7 @@ impl annulus_core::Workspace for CpuWorkspace {
         mode: BackwardMode,
         _: Tick<'_>,
     ) -> Result<CpuBackward<'p>> {
-        if !by_sums!(self, |_team, state| state.backward) {
+        if !by_sums!(&self.state, state => state.backward) {
             return Err(Error::internal("a backward pass in a workspace for forward only"));
         }
         by_dtype!(self, |team, state: PassState<E>| backward::begin::begin::<E>(
@@ -187,7 +175,7 @@ impl ForwardPass<Host> for CpuForward<'_> {
 ///
 /// With `outputs`, those of the pass whose last block it is, returns true if it has written them,
 /// unless it was stopped.
-fn attend<E: TileInput<Accumulator: Summed>>(
+fn attend<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
@@ -206,12 +194,7 @@ fn attend<E: TileInput<Accumulator: Summed>>(
     let mut pass =
         ForwardQueryPass::<E>::new(geometry, task_rows, shard, query_tiles, inputs, block)?;
     pass.is_only_block = !std::mem::replace(attended, true);
-    if let Some(leaves) = &shard.leaves {
-        arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
-        let arriving = ArrivingKeys { merges: &leaves.keys, arrivals };
-        pass.attend_leaves(team, scratch, blocks, (task_rows, arriving), tick);
-        return Ok(false);
-    }
+    let leaves = arrivals.arrive(shard, block.rows)?;
     if let Some(decode) = decode
         && decode.attend(&pass, team, scratch, blocks, &mut *tick)
     {
@@ -219,10 +202,10 @@ fn attend<E: TileInput<Accumulator: Summed>>(
     }
     // if tasks were long, rows of one head would be written apart from those of the next head,
     // with which they share pages and cache lines; partial results are not in the inputs' type
-    let has_outputs = task_order == BlockOrder::Rows && !shard.spec.partial;
+    let has_outputs = task_order == BlockOrder::Rows && !shard.spec.partial && leaves.is_none();
     let outputs = outputs.filter(|_| has_outputs).map(OutputRows::of).transpose()?;
     let has_outputs = outputs.is_some();
-    pass.attend_tiles(team, scratch, blocks, task_rows, outputs, tick);
+    pass.attend_tiles((team, scratch), blocks, task_rows, leaves, outputs, tick);
     Ok(has_outputs)
 }
 
@@ -292,7 +275,8 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         pairs: &RangePairs,
         reduction: Reduction,
     ) -> Result<()> {
-        by_sums!(self.workspace, |team, state| {
+        let CpuWorkspace { team, state, .. } = &mut *self.workspace;
+        by_sums!(state, state => {
             records::reduce_gradients(team, state, into, from, pairs, reduction)
         })
     }

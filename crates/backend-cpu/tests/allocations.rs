@@ -133,14 +133,8 @@ fn pass(workspace: &mut CpuWorkspace, t: &mut Tensors) -> usize {
         workspace.forward(inputs.as_ref().map(HostView::reborrow), &mut tick).unwrap();
     forward.local_kv(&mut t.block, &t.sent).unwrap();
     let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys, first_local: None };
-    let outputs = &mut Outputs {
-        out: HostViewMut::F32(out.view_mut()),
-        lse: HostViewMut::F32(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
+    let outputs =
+        &mut Outputs::new(HostViewMut::F32(out.view_mut()), HostViewMut::F32(lse.view_mut()));
     forward.attend_last(&block, outputs, &mut tick).unwrap();
     forward.finish(outputs, &mut tick).unwrap();
     let inputs = BackwardInputs {

@@ -3,7 +3,7 @@
 
 use ndarray::Array2;
 
-use crate::{DenseMask, Dims, Error, Result, Runs, Side, memory};
+use crate::{DenseMask, Dims, Error, Result, Runs, Side, memory, run::for_each_run};
 
 /// Inputs of a batch that restrict the mask, in addition to the spec's.
 ///
@@ -236,21 +236,10 @@ impl Batch {
     }
 }
 
-/// Returns the number of arithmetic runs of a list, found greedily.
+/// Returns the number of arithmetic runs of a list.
 fn runs(numbers: impl Iterator<Item = i64>) -> u64 {
     let mut runs = 0;
-    let mut last = 0i64;
-    let mut step = None;
-    for number in numbers {
-        let difference = number.checked_sub(last);
-        if runs == 0 || (step.is_some() && step != difference) || difference.is_none() {
-            runs += 1;
-            step = None;
-        } else {
-            step = difference;
-        }
-        last = number;
-    }
+    for_each_run(numbers, |_| runs += 1);
     runs
 }
 

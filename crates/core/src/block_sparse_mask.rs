@@ -24,7 +24,7 @@ use std::ops::Range;
 
 use crate::{
     Error, QueryTile, Result, TileBits, TileClass, Visibility,
-    tile_tree::{TileRange, TileTree},
+    tile_bounds::{TileRange, TileTree},
 };
 
 /// Neighbouring tiles of the other side, in the layout that kernels read.

@@ -1,4 +1,4 @@
-//! Lengths of the tensors of a problem, and offsets in them, in 64 bits.
+//! Lengths of the tensors of a problem.
 
 use crate::{Error, Result};
 
@@ -139,45 +139,11 @@ impl Dims {
     pub const fn kv_head(&self, head: usize) -> usize {
         head / self.group()
     }
-
-    /// Returns the element offset of `q[batch, row, head, 0]` in a dense tensor.
-    pub const fn q_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
-        ((batch as u64 * self.q_len as u64 + row as u64) * self.q_heads as u64 + head as u64)
-            * self.head_dim as u64
-    }
-
-    /// Returns the element offset of `k[batch, row, head, 0]` in a dense tensor.
-    pub const fn k_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
-        ((batch as u64 * self.kv_len as u64 + row as u64) * self.kv_heads as u64 + head as u64)
-            * self.head_dim as u64
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn offsets_cross_the_31_32_and_33_bit_boundaries() {
-        let dims = Dims {
-            batch: 3,
-            q_len: 1 << 25,
-            kv_len: 1 << 26,
-            q_heads: 8,
-            kv_heads: 4,
-            head_dim: 128,
-            value_dim: 64,
-        };
-        dims.validate().unwrap();
-        for bits in [31u32, 32, 33] {
-            let row = (1usize << bits) / (8 * 128);
-            assert_eq!(dims.q_offset(0, row, 0), 1u64 << bits);
-            assert_eq!(dims.q_offset(0, row - 1, 7) + 127, (1u64 << bits) - 1);
-            let row = (1usize << bits) / (4 * 128);
-            assert_eq!(dims.k_offset(0, row, 0), 1u64 << bits);
-        }
-        assert_eq!(dims.q_offset(2, 5, 3), ((2u64 << 25) + 5) * 1024 + 3 * 128);
-    }
 
     #[test]
     fn errors_name_the_invalid_length() {

@@ -189,6 +189,19 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
 }
 
+/// Evaluates an expression for the array of a view, whatever its element type.
+macro_rules! with_array {
+    ($kind:ident, $view:expr, $array:ident => $body:expr) => {
+        match $view {
+            $kind::F64($array) => $body,
+            $kind::F32($array) => $body,
+            $kind::Bf16($array) => $body,
+            $kind::F16($array) => $body,
+        }
+    };
+}
+pub(crate) use with_array;
+
 macro_rules! views {
     ($(#[$doc:meta])* $name:ident, $array:ident, $($derive:ident),*) => {
         $(#[$doc])*
@@ -217,13 +230,7 @@ macro_rules! views {
 
             /// Returns the four lengths.
             pub fn shape(&self) -> [usize; 4] {
-                let shape = match self {
-                    Self::F64(view) => view.shape(),
-                    Self::F32(view) => view.shape(),
-                    Self::Bf16(view) => view.shape(),
-                    Self::F16(view) => view.shape(),
-                };
-                [shape[0], shape[1], shape[2], shape[3]]
+                with_array!(Self, self, view => view.dim().into())
             }
         }
     };
@@ -239,12 +246,7 @@ views!(
 impl HostView<'_> {
     /// Borrows the same tensor for a shorter time.
     pub fn reborrow(&self) -> HostView<'_> {
-        match self {
-            Self::F64(view) => HostView::F64(view.view()),
-            Self::F32(view) => HostView::F32(view.view()),
-            Self::Bf16(view) => HostView::Bf16(view.view()),
-            Self::F16(view) => HostView::F16(view.view()),
-        }
+        with_array!(Self, self, view => Element::view(view.view()))
     }
 }
 
@@ -256,12 +258,7 @@ views!(
 impl HostViewMut<'_> {
     /// Borrows the same tensor for a shorter time.
     pub fn reborrow(&mut self) -> HostViewMut<'_> {
-        match self {
-            Self::F64(view) => HostViewMut::F64(view.view_mut()),
-            Self::F32(view) => HostViewMut::F32(view.view_mut()),
-            Self::Bf16(view) => HostViewMut::Bf16(view.view_mut()),
-            Self::F16(view) => HostViewMut::F16(view.view_mut()),
-        }
+        with_array!(Self, self, view => Element::view_mut(view.view_mut()))
     }
 
     /// Replaces the elements in logical order, at most `chunk` at a time: widens them to f64, calls
@@ -274,12 +271,7 @@ impl HostViewMut<'_> {
         chunk: usize,
         map: impl FnMut(&mut [f64]) -> Result<()>,
     ) -> Result<()> {
-        match self {
-            Self::F64(view) => map_widened(view, chunk, map),
-            Self::F32(view) => map_widened(view, chunk, map),
-            Self::Bf16(view) => map_widened(view, chunk, map),
-            Self::F16(view) => map_widened(view, chunk, map),
-        }
+        with_array!(Self, self, view => map_widened(view, chunk, map))
     }
 }
 

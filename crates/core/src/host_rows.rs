@@ -8,7 +8,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use ndarray::{ArrayView3, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis, Slice};
 
-use crate::{DType, Element, Error, HostView, HostViewMut, Result};
+use crate::{DType, Element, Error, HostView, HostViewMut, Result, dtype::with_array};
 
 /// Consecutive rows of a rank that are consecutive in a larger tensor, such as the rows of its
 /// group.
@@ -20,46 +20,22 @@ pub struct RowSegment {
     pub count: usize,
 }
 
-/// Evaluates an expression for the array of a view, whatever its element type.
-macro_rules! with_array {
-    ($kind:ident, $view:expr, $array:ident => $body:expr) => {
-        match $view {
-            $kind::F64($array) => $body,
-            $kind::F32($array) => $body,
-            $kind::Bf16($array) => $body,
-            $kind::F16($array) => $body,
-        }
-    };
-}
-
-/// As [`with_array`], for an expression that is an array again.
-macro_rules! map_array {
-    ($kind:ident, $view:expr, $array:ident => $body:expr) => {
-        match $view {
-            $kind::F64($array) => $kind::F64($body),
-            $kind::F32($array) => $kind::F32($body),
-            $kind::Bf16($array) => $kind::Bf16($body),
-            $kind::F16($array) => $kind::F16($body),
-        }
-    };
-}
-
 /// Methods of both kinds of views that rearrange axes.
 macro_rules! axis_methods {
-    () => {
+    ($view:ident) => {
         /// Exchanges the second and the third axis: rows and heads.
         #[must_use]
         pub fn swap_rows_and_heads(self) -> Self {
-            map_array!(Self, self, array => array.permuted_axes([0, 2, 1, 3]))
+            with_array!(Self, self, array => Element::$view(array.permuted_axes([0, 2, 1, 3])))
         }
 
         /// Returns the indices `range` of an axis.
         #[must_use]
         pub fn slice(self, axis: usize, range: Range<usize>) -> Self {
-            map_array!(Self, self, array => {
+            with_array!(Self, self, array => {
                 let mut array = array;
                 array.slice_axis_inplace(Axis(axis), Slice::from(range));
-                array
+                Element::$view(array)
             })
         }
     };
@@ -101,7 +77,7 @@ impl<'a> HostView<'a> {
         .map_err(Error::internal)
     }
 
-    axis_methods!();
+    axis_methods!(view);
 
     /// Packs rows and heads of a tensor `[batch, rows, heads, elements]`. Returns the number of
     /// bytes.
@@ -146,17 +122,7 @@ impl<'a> HostViewMut<'a> {
         }
     }
 
-    axis_methods!();
-
-    /// Returns the tensor for reading.
-    pub fn as_view(&self) -> HostView<'_> {
-        match self {
-            Self::F64(array) => HostView::F64(array.view()),
-            Self::F32(array) => HostView::F32(array.view()),
-            Self::Bf16(array) => HostView::Bf16(array.view()),
-            Self::F16(array) => HostView::F16(array.view()),
-        }
-    }
+    axis_methods!(view_mut);
 
     /// Writes zeros.
     pub fn fill_zero(&mut self) {

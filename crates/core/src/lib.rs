@@ -25,14 +25,12 @@ mod batch;
 mod bias;
 mod block_sparse_mask;
 mod dense_mask;
-mod device_space;
 mod dims;
 mod dropout;
 mod dtype;
 mod error;
 mod fingerprint;
 mod gpu_tiles;
-mod head_shard;
 mod host_rows;
 mod key_intervals;
 mod leaf_sums;
@@ -55,8 +53,7 @@ mod softmax_end;
 mod space;
 mod spec;
 mod tile;
-mod tile_bounds_table;
-mod tile_tree;
+mod tile_bounds;
 mod transport;
 mod visibility;
 
@@ -68,7 +65,6 @@ pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
-pub use device_space::{DeviceSpace, StagedSpace};
 pub use dims::{Dims, Side};
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element, HostView, HostViewMut};
@@ -93,12 +89,12 @@ pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
-pub use space::{Host, HostBuffer, HostMemory, HostTensors, Space};
+pub use space::{DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace};
 pub use spec::{
     Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
-pub use tile_bounds_table::TileBoundsTable;
+pub use tile_bounds::TileBoundsTable;
 pub use transport::{
     AgreedLengths, Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport,
 };

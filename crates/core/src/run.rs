@@ -156,8 +156,31 @@ impl Runs {
 impl FromIterator<i64> for Runs {
     fn from_iter<I: IntoIterator<Item = i64>>(numbers: I) -> Self {
         let mut runs = Self::new();
-        numbers.into_iter().for_each(|number| runs.push(number));
+        for_each_run(numbers, |run| runs.push_run(run));
         runs
+    }
+}
+
+/// Calls `found` with the runs of a list, found greedily. The current run is kept in registers, so a
+/// long run costs no memory accesses.
+pub(crate) fn for_each_run(numbers: impl IntoIterator<Item = i64>, mut found: impl FnMut(Run)) {
+    let mut run = Run { start: 0, step: 0, count: 0 };
+    let mut last = 0i64;
+    for number in numbers {
+        match (run.count, number.checked_sub(last)) {
+            (1, Some(step)) => run = Run { step, count: 2, ..run },
+            (2.., Some(step)) if step == run.step => run.count += 1,
+            (count, _) => {
+                if count > 0 {
+                    found(run);
+                }
+                run = Run { start: number, step: 1, count: 1 };
+            }
+        }
+        last = number;
+    }
+    if run.count > 0 {
+        found(run);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Prologue of the backward pass: row statistics from out and its rounding residual, max, sum, dout
 //! and dlse.
 //!
-//! See `workspace/decode.rs` for their definitions.
+//! See `workspace/statistics.rs` for their definitions.
 
 use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result};
 use ndarray::ArrayView4;
@@ -17,13 +17,13 @@ use crate::{
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{
-        decode::RowStatistics,
-        state::{DqLayout, PassState, Summed},
+        state::{DqLayout, PassState},
+        statistics::Statistics,
     },
 };
 
 /// Computes the row statistics and zeroes all accumulators.
-pub(crate) fn begin<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn begin<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -56,27 +56,12 @@ pub(crate) fn begin<E: TileInput<Accumulator: Summed>>(
         ties: inputs.ties.map(|ties| array("ties", ties)).transpose()?,
         normalize: shard.spec.normalize,
     };
-    let len = statistics.rows.max(1);
     let heads = shard.spec.dims.q_heads;
-    let RowStatistics { max, inverse_sum, delta, share, .. } = statistics;
-    let mut share = share.chunks_mut(len);
-    let lines = max.chunks_mut(len).zip(inverse_sum.chunks_mut(len)).zip(delta.chunks_mut(len));
-    let lines = lines.enumerate().map(|(line, ((max, inverse_sum), delta))| {
-        let share = share.next().unwrap_or_default();
-        (line, StatisticsRow { max, inverse_sum, delta, share })
-    });
-    team.run(scratch, lines, None, |_, (line, mut into), _| {
-        rows.fill(line / heads, line % heads, &mut into)
+    let lines = statistics.lines.chunks_mut(statistics.rows.max(1)).enumerate();
+    team.run(scratch, lines, None, |_, (line, into), _| {
+        rows.fill(line / heads, line % heads, into);
     });
     Ok(())
-}
-
-/// Row statistics of one batch row and head. `share` is empty if the output is normalised.
-struct StatisticsRow<'a, A> {
-    max: &'a mut [A],
-    inverse_sum: &'a mut [A],
-    delta: &'a mut [A],
-    share: &'a mut [A],
 }
 
 /// Inputs of the row statistics.
@@ -96,7 +81,7 @@ struct StatisticsInputs<'a, E: TileInput> {
 
 impl<E: TileInput> StatisticsInputs<'_, E> {
     /// Computes the statistics of one batch row and head.
-    fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
+    fn fill(&self, batch: usize, head: usize, into: &mut [Statistics<Acc<E>>]) {
         let out = self.out.map(TileSource::tensor);
         let residual = self.out_residual.map(TileSource::tensor);
         let dout = TileSource::tensor(self.dout);
@@ -105,7 +90,7 @@ impl<E: TileInput> StatisticsInputs<'_, E> {
                 PrefetchRows::of(source.plane(batch, head))
             })
         });
-        for row in 0..into.max.len() {
+        for (row, into) in into.iter_mut().enumerate() {
             ahead.iter().for_each(|rows| rows.prefetch(row + ROWS_AHEAD));
             let at = [batch, head, row, 0];
             let of =
@@ -114,8 +99,6 @@ impl<E: TileInput> StatisticsInputs<'_, E> {
             // an empty row has no gradient, whatever dout and dlse are
             let empty = max == -Acc::<E>::INFINITY;
             let sum = self.sum.map_or(1.0, |sum| sum[at].to_f64());
-            into.max[row] = if empty { Acc::<E>::INFINITY } else { max };
-            into.inverse_sum[row] = Acc::<E>::from_f64(if empty { 0.0 } else { 1.0 / sum });
             let product = match &out {
                 Some(out) if !empty => {
                     let dot = |of| dot(self.token, of, &dout, [batch, row, head]);
@@ -124,13 +107,16 @@ impl<E: TileInput> StatisticsInputs<'_, E> {
                 _ => 0.0,
             };
             let dlse = if empty { 0.0 } else { of(self.dlse) };
-            if self.normalize {
-                into.delta[row] = Acc::<E>::from_f64(product - dlse);
-            } else {
-                into.delta[row] = Acc::<E>::from_f64(-dlse);
-                let share = if out.is_some() { product / of(self.ties) } else { -of(self.ties) };
-                into.share[row] = Acc::<E>::from_f64(if empty { 0.0 } else { share });
-            }
+            let inverse_sum = if empty { 0.0 } else { 1.0 / sum };
+            let [delta, share] = match (self.normalize, out.is_some()) {
+                (true, _) => [product - dlse, 0.0],
+                (false, _) if empty => [-dlse, 0.0],
+                (false, true) => [-dlse, product / of(self.ties)],
+                (false, false) => [-dlse, -of(self.ties)],
+            };
+            let max = if empty { Acc::<E>::INFINITY } else { max };
+            let [inverse_sum, delta, share] = [inverse_sum, delta, share].map(Element::from_f64);
+            *into = [max, inverse_sum, delta, share];
         }
     }
 }

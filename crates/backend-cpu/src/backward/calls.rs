@@ -10,8 +10,8 @@ use crate::{
     backward::{
         dkv::{DkvPass, QueryStatisticsSource},
         dq::backward_dq,
-        fused::{FusedMemory, LeafMemory, fuses_leaves, run_fused, run_fused_leaves},
-        kv_split::KvSplit,
+        fused::{LeafMemory, exchange_dq, fuses_leaves, run_fused, run_fused_leaves},
+        reduction::{GroupGradients, KvSplit},
     },
     forward::query_pass::keys_and_values,
     simd::dispatch::Real,
@@ -25,21 +25,9 @@ use crate::{
         bias_gradient::BiasGradient,
         leaves::KeyLeaves,
         records::{QueryRecord, bytes_mut},
-        state::{DqLayout, PassState, Summed},
+        state::{DqLayout, PassState},
     },
 };
-
-/// Computes the contribution of this rank's queries to dk and dv of a block, into `partial_grad`.
-fn backward_dkv<E: TileInput<Accumulator: Summed>>(
-    team: &Team,
-    state: &mut PassState<Acc<E>>,
-    inputs: &BackwardInputs<HostView<'_>>,
-    block: &Block<'_, Host>,
-    partial_grad: &mut HostBuffer,
-    tick: Tick<'_>,
-) -> Result<()> {
-    attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::Dkv, tick)
-}
 
 /// Gradients that one call computes.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -52,7 +40,7 @@ enum Wanted {
 
 /// Computes the contribution of this rank's queries to dk and dv of a block and, with
 /// [`Wanted::All`], adds that of the block to dq and dbias.
-fn attend_block<E: TileInput<Accumulator: Summed>>(
+fn attend_block<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -116,23 +104,24 @@ fn attend_block<E: TileInput<Accumulator: Summed>>(
     match (plan, wanted) {
         (None, Wanted::Dkv) => pass.run(team, scratch, sums, tick),
         (None, Wanted::All) => {
-            let split = KvSplit::new(spec, geometry, team.threads(), keys.len());
-            let memory = FusedMemory {
+            exchange_dq(blocks, shared_dq);
+            let to = GroupGradients {
+                geometry,
                 blocks,
-                shared_dq,
+                sums: shared_dq,
                 block_index,
                 q_rows: *q_rows,
                 bias: bias_gradient.as_ref(),
-                ordered,
-                split,
+                split: KvSplit::new(spec, geometry, team.threads(), keys.len()),
             };
-            run_fused(&pass, team, scratch, sums, memory, tick);
+            run_fused(&pass, (team, scratch), sums, &to, ordered, tick);
+            exchange_dq(blocks, shared_dq);
         }
         (Some(plan), Wanted::Dkv) => {
             pass.run_leaves(team, scratch, (&plan.queries, key_leaves), sums, tick);
         }
         (Some(plan), Wanted::All) => {
-            arrivals.refill(&plan.keys, plan.rows, keys)?;
+            arrivals.arrive(shard, keys)?;
             let memory = LeafMemory { blocks, block_index, q_rows: *q_rows, arrivals, key_leaves };
             run_fused_leaves(&pass, plan, (team, scratch), sums, memory, tick);
         }
@@ -154,7 +143,7 @@ fn arrive<A: Real>(
 }
 
 /// Adds the contribution of received queries to dk and dv of this rank's keys in `final_grad`.
-pub(crate) fn backward_dkv_from_queries<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
@@ -227,7 +216,7 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
 
 /// Adds the contribution of a block of keys to dq and dbias, and writes that of this rank's queries
 /// to dk and dv.
-pub(crate) fn backward_fused<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn backward_fused<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -248,7 +237,7 @@ pub(crate) fn backward_fused<E: TileInput<Accumulator: Summed>>(
 
 /// As [`backward_fused`], with one pass for dq and dbias, and another for dk and dv if they are
 /// wanted.
-pub(crate) fn backward_separate<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn backward_separate<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -260,7 +249,7 @@ pub(crate) fn backward_separate<E: TileInput<Accumulator: Summed>>(
     match partial_grad {
         // no kernel follows one that was stopped
         Some(partial_grad) if tick().is_continue() => {
-            backward_dkv::<E>(team, state, inputs, block, partial_grad, tick)
+            attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::Dkv, tick)
         }
         _ => Ok(()),
     }

@@ -19,7 +19,7 @@
 
 use std::{ops::Range, sync::Mutex};
 
-use annulus_core::{BiasOrder, Element, LeafMerges, QueryTile, RowLayout, Tick, Visibility};
+use annulus_core::{Element, LeafMerges, QueryTile, RowLayout, Tick, Visibility};
 
 use crate::{
     backward::{
@@ -36,19 +36,18 @@ use crate::{
         gemm::{Previous, gemm_tn},
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource},
-        pack::{LaneRows, MAX_USES_IN_PLACE, PanelView},
+        pack::{LaneRows, MAX_USES_IN_PLACE, PanelView, PanelsInPlace},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
         scores::Scores,
-        tile_mask::{LaneAxis, TILE, TileMask},
+        tile_mask::{LaneAxis, TILE},
     },
     workspace::{
         bias_gradient::BiasGradient,
-        decode::{RowStatistics, TileStatistics},
         leaves::{KeyLeaves, TaskLeaves, unify},
         query_tiles::QueryTileCache,
         records::QueryRecord,
         scratch::ThreadScratch,
-        state::Summed,
+        statistics::{RowStatistics, TileStatistics, load_statistics},
     },
 };
 
@@ -62,10 +61,11 @@ impl<A: Real> QueryStatisticsSource<'_, A> {
     /// Loads the statistics of rows `rows` of one batch row and head.
     fn load(&self, line: usize, rows: Range<usize>, into: &mut TileStatistics<A>) {
         match self {
-            Self::Local(statistics) => statistics.load(line, rows, into),
+            Self::Local(statistics) => {
+                load_statistics(into, statistics.of(line, rows).iter().copied());
+            }
             Self::Received { bytes, record } => {
-                rows.enumerate()
-                    .for_each(|(index, row)| into.set(index, record.statistics(bytes, row, line)));
+                load_statistics(into, rows.map(|row| record.statistics(bytes, row, line)));
             }
         }
     }
@@ -98,7 +98,7 @@ pub(crate) struct DkvPass<'a, E: TileInput> {
     pub(super) bias_in_records: Option<&'a BiasGradient<Acc<E>>>,
 }
 
-impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
+impl<E: TileInput> DkvPass<'_, E> {
     /// Runs all tasks of the pass.
     pub(super) fn run(
         &self,
@@ -238,7 +238,12 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
     ) -> bool {
         let mut filled = false;
         let tiles = self.visibility.queries.len().div_ceil(TILE);
-        for (round, heads) in self.heads_with_one_mask(task.kv_head).enumerate() {
+        let per_head = self.visibility.per_head();
+        let groups = self.geometry.heads_with_one_mask(task.kv_head, per_head);
+        let rounds = if per_head { self.geometry.dims.group() } else { 1 };
+        let bias = dq.as_ref().and_then(|dq| dq.bias());
+        let is_shared_by_heads = bias.is_some_and(BiasGradient::is_shared_by_heads);
+        for (round, heads) in groups.enumerate() {
             let mut query_tiles = self
                 .query_tiles
                 .bounds
@@ -247,9 +252,12 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
                 .filter(|queries| rows.contains(&queries.start))
                 .peekable();
             while let Some(queries) = query_tiles.next() {
-                let step = (round + 1) * tiles - 1 - queries.start / TILE;
+                let of_round = |round: usize| (round + 1) * tiles - 1 - queries.start / TILE;
+                // where heads share dbias, a tile's terms of all rounds precede those of later tasks
+                let last_round = if is_shared_by_heads { rounds - 1 } else { round };
+                let steps = of_round(round)..=of_round(last_round);
                 if ticker.should_stop()
-                    || dq.as_mut().is_some_and(|dq| !dq.wait_for_step(step, ticker))
+                    || dq.as_mut().is_some_and(|dq| !dq.wait_for_steps(steps, ticker))
                 {
                     return filled;
                 }
@@ -275,14 +283,6 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
             }
         }
         filled
-    }
-
-    /// Iterates over the query heads of a group: all at once if they have the same mask, else one
-    /// by one.
-    fn heads_with_one_mask(&self, kv_head: usize) -> impl Iterator<Item = Range<usize>> + use<E> {
-        let heads = self.geometry.heads(kv_head);
-        let step = if self.visibility.per_head() { 1 } else { heads.len() };
-        heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
     /// True if keys and values of the next KV head are prefetched under the last products of a task
@@ -388,13 +388,11 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
         head: usize,
         queries: &Range<usize>,
         tile: &QueryTile,
-    ) -> Option<QueriesInPlace<'_, Acc<E>>> {
-        if self.uses(task, tile) > MAX_USES_IN_PLACE {
-            return None;
-        }
-        let [q, dout] = [&self.q, &self.dout].map(|source| source.plane(task.batch, head));
-        let [q, dout] = [q, dout].map(|plane| PanelView::in_place(plane, queries));
-        Some(QueriesInPlace { q: q?, dout: dout?, is_probed: false })
+    ) -> Option<PanelsInPlace<'_, Acc<E>>> {
+        let dims = self.geometry.dims;
+        let planes = [&self.q, &self.dout].map(|source| source.plane(task.batch, head));
+        let dims = [dims.head_dim, dims.value_dim];
+        PanelsInPlace::new(planes, queries, dims, self.uses(task, tile))
     }
 
     /// Returns the number of strips of a task's keys to which queries may attend.
@@ -419,7 +417,7 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
         (coord, next): (&TileCoord, &NextRows),
         dq: Option<&dyn DqSums<Acc<E>>>,
         first_key: usize,
-        in_place: &mut Option<QueriesInPlace<'_, Acc<E>>>,
+        in_place: &mut Option<PanelsInPlace<'_, Acc<E>>>,
     ) {
         let geometry = self.geometry;
         let head_dim = geometry.packed_rows(geometry.dims.head_dim);
@@ -454,7 +452,7 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
             prefetcher.schedule_lanes(task.kv_head, next);
         }
         let [rows_head, rows_value] = match in_place {
-            Some(tile) => tile.operands(geometry, tile_mask),
+            Some(tile) => [0, 1].map(|i| tile.reduction_panel(i, geometry.token, tile_mask)),
             None => [rows_head.view(), rows_value.view()],
         };
         let operands = DsOperands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
@@ -471,19 +469,13 @@ impl<E: TileInput<Accumulator: Summed>> DkvPass<'_, E> {
             prefetcher.cursor(next_rows.map(PrefetchRows::of), v, PrefetchRows::default());
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
-        // a bias before the soft cap has the gradient of the cap's argument
-        let bias_before_cap = self.scores.spec.bias_order == BiasOrder::BeforeSoftCap;
-        if bias_before_cap {
-            apply_soft_cap_slope(&self.scores, coord, &span, tiles);
-        }
-        if let Some(bias) = dq.map_or(self.bias_in_records, |dq| dq.bias()) {
+        let bias = dq.map_or(self.bias_in_records, |dq| dq.bias());
+        apply_soft_cap_slope(&self.scores, coord, &span, tiles, |ds| {
+            let Some(bias) = bias else { return };
             let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];
             let lanes = (&mut sums_bias[..], first_key);
-            bias.add(coord, task.kv_head, tile_mask.rows(), &tiles.s, key_rows, lanes);
-        }
-        if !bias_before_cap {
-            apply_soft_cap_slope(&self.scores, coord, &span, tiles);
-        }
+            bias.add(coord, task.kv_head, tile_mask.rows(), ds, key_rows, lanes);
+        });
         if dq.is_some() {
             ds_tile.insert_strip(geometry.token, coord, tile_mask, first_key % TILE, &tiles.s);
         }
@@ -583,24 +575,4 @@ enum NextRows {
     Queries { head: usize, rows: Range<usize> },
     /// K and V of a KV head.
     Keys { kv_head: usize, rows: Range<usize> },
-}
-
-/// Queries of a tile, and dO, that are read in place.
-struct QueriesInPlace<'a, A> {
-    q: PanelView<'a, A>,
-    dout: PanelView<'a, A>,
-    /// True if both are known to be finite or not.
-    is_probed: bool,
-}
-
-impl<'a, A: Real> QueriesInPlace<'a, A> {
-    /// Returns q and dO. Reads them first if masked pairs of the tile have to be skipped where one
-    /// is not finite.
-    fn operands(&mut self, geometry: &Geometry, tile_mask: &TileMask) -> [PanelView<'a, A>; 2] {
-        if tile_mask.words().is_some() && !std::mem::replace(&mut self.is_probed, true) {
-            self.q = self.q.probed(geometry.token, geometry.dims.head_dim);
-            self.dout = self.dout.probed(geometry.token, geometry.dims.value_dim);
-        }
-        [self.q, self.dout]
-    }
 }

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{BackwardInputs, BiasOrder, Block, Host, HostView, Result, Tick};
+use annulus_core::{BackwardInputs, Block, Host, HostView, Result, Tick};
 
 use crate::{
     backward::ds::{DsOperands, apply_soft_cap_slope, score_gradients},
@@ -31,16 +31,16 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasPartial,
-        decode::RowStatistics,
-        leaves::ArrivingKeys,
+        leaves::{ArrivingKeys, BlockPart},
         query_block::{QueryBlock, QueryTask},
         scratch::ThreadScratch,
-        state::{PassState, Summed},
+        state::PassState,
+        statistics::{RowStatistics, load_statistics},
     },
 };
 
 /// Adds the contribution of one block of keys to dq and dbias.
-pub(crate) fn backward_dq<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn backward_dq<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -62,10 +62,7 @@ pub(crate) fn backward_dq<E: TileInput<Accumulator: Summed>>(
     let dout = TileSource::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let pass = DqPass { pass, dout, statistics, bias_in_blocks };
-    let plan = shard.leaves.as_deref();
-    if let Some(plan) = plan {
-        arrivals.refill(&plan.keys, plan.rows, block.rows)?;
-    }
+    let leaves = arrivals.arrive(shard, block.rows)?;
     // one thread works all tasks of an owner, because they add to the same part of dbias
     let mut partials = bias_gradient.as_mut().and_then(|gradient| gradient.partials());
     let same_task = QueryTask::same_task(task_rows);
@@ -78,14 +75,7 @@ pub(crate) fn backward_dq<E: TileInput<Accumulator: Summed>>(
         .map(|blocks| (blocks, partials.as_mut().and_then(Iterator::next)));
     team.run(scratch, tasks, Some(tick), |scratch, (blocks, mut bias_partial), ticker| {
         for mut task in blocks.chunk_by_mut(&same_task).filter_map(QueryTask::new) {
-            let bias_partial = bias_partial.as_deref_mut();
-            match plan {
-                Some(plan) => {
-                    let arriving = ArrivingKeys { merges: &plan.keys, arrivals };
-                    pass.accumulate_leaves(scratch, &mut task, arriving, bias_partial, ticker);
-                }
-                None => pass.accumulate(scratch, &mut task, bias_partial, ticker),
-            }
+            pass.accumulate(scratch, &mut task, leaves, bias_partial.as_deref_mut(), ticker);
         }
     });
     Ok(())
@@ -99,57 +89,34 @@ struct DqPass<'a, E: TileInput> {
     bias_in_blocks: bool,
 }
 
-impl<E: TileInput<Accumulator: Summed>> DqPass<'_, E> {
-    /// Adds the contributions of all tiles of the block to one task.
+impl<E: TileInput> DqPass<'_, E> {
+    /// Adds the contributions of all tiles of the block to one task: leaf by leaf if there are
+    /// `leaves`, see `forward/tiles.rs`.
     fn accumulate(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
+        leaves: Option<ArrivingKeys<'_>>,
         mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
-        for heads in self.pass.heads_with_one_mask(task.kv_head) {
-            self.pass.update_task_tile(scratch, task.batch, heads.start, &task.rows);
-            let whole = std::mem::take(&mut scratch.task_tile);
-            for keys in self.pass.visibility.key_tiles(&whole, TILE) {
-                if ticker.should_stop() {
-                    break;
-                }
-                self.accumulate_kv_tile(scratch, task, bias_partial.as_deref_mut(), &heads, &keys);
-            }
-            scratch.task_tile = whole;
-        }
-    }
-
-    /// Adds the contributions of all leaves of the block to one task, in the reproducible order:
-    /// see
-    /// `forward/leaves.rs`.
-    fn accumulate_leaves(
-        &self,
-        scratch: &mut ThreadScratch<Acc<E>>,
-        task: &mut QueryTask<'_, Acc<E>>,
-        ArrivingKeys { merges, arrivals }: ArrivingKeys<'_>,
-        mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
-        ticker: &mut Ticker<'_>,
-    ) {
-        scratch.filled.fill(false);
-        for leaf in arrivals.leaves() {
-            if let Some(step) = leaf.closes {
-                task.blocks().iter_mut().for_each(|block| block.close_dq_leaf(merges, step));
+        for part in BlockPart::of(leaves) {
+            if let Some((merges, step)) = part.closes {
+                task.blocks.iter_mut().for_each(|block| block.close_dq_leaf(merges, step));
             }
             for heads in self.pass.heads_with_one_mask(task.kv_head) {
                 self.pass.update_task_tile(scratch, task.batch, heads.start, &task.rows);
                 let whole = std::mem::take(&mut scratch.task_tile);
-                for keys in arrivals.tiles(leaf) {
+                for keys in self.pass.kv_tiles(&whole, part.tiles) {
                     if ticker.should_stop() {
                         break;
                     }
-                    if self.pass.visibility.may_attend(&whole, keys) {
-                        task.blocks().iter_mut().for_each(QueryBlock::fill_dq_leaf);
-                        let bias_partial = bias_partial.as_deref_mut();
-                        self.accumulate_kv_tile(scratch, task, bias_partial, &heads, keys);
+                    if part.tiles.is_some() {
+                        task.blocks.iter_mut().for_each(QueryBlock::fill_dq_leaf);
                     }
+                    let bias_partial = bias_partial.as_deref_mut();
+                    self.accumulate_kv_tile(scratch, task, bias_partial, &heads, &keys);
                 }
                 scratch.task_tile = whole;
             }
@@ -204,10 +171,13 @@ impl<E: TileInput<Accumulator: Summed>> DqPass<'_, E> {
             geometry.pack_strip(dout, coord.queries.clone(), coord.width, dout_strip);
         }
         let line = coord.batch * geometry.dims.q_heads + coord.head;
-        self.statistics.load(line, coord.queries.clone(), &mut scratch.statistics);
+        let rows = self.statistics.of(line, coord.queries.clone());
+        load_statistics(&mut scratch.statistics, rows.iter().copied());
         // lanes without a query: probabilities of 0
-        scratch.statistics.max[coord.queries.len()..coord.width].fill(Acc::<E>::INFINITY);
-        scratch.statistics.inverse_sum[coord.queries.len()..coord.width].fill(Acc::<E>::ZERO);
+        let unused = coord.queries.len()..coord.width;
+        let [max, inverse_sum, ..] = &mut scratch.statistics;
+        max[unused.clone()].fill(Acc::<E>::INFINITY);
+        inverse_sum[unused].fill(Acc::<E>::ZERO);
     }
 
     /// Adds the contribution of one tile of one head. `first` is the strip's first row in the
@@ -254,20 +224,15 @@ impl<E: TileInput<Accumulator: Summed>> DqPass<'_, E> {
         score_gradients(scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
 
         let span = coord.span(tile_mask.rows());
-        // a bias before the soft cap has the gradient of the cap's argument
-        let bias_before_cap = scores.spec.bias_order == BiasOrder::BeforeSoftCap;
-        if bias_before_cap {
-            apply_soft_cap_slope(scores, coord, &span, tiles);
-        }
-        if let Some(bias_partial) = bias_partial {
-            bias_partial.add(coord, tile_mask.rows(), &tiles.s, scores.keys.rows());
-        }
-        if self.bias_in_blocks {
-            block.add_over_keys(coord, first, geometry.dims.group(), &tiles.s[span.clone()]);
-        }
-        if !bias_before_cap {
-            apply_soft_cap_slope(scores, coord, &span, tiles);
-        }
+        let mut bias_partial = bias_partial;
+        apply_soft_cap_slope(scores, coord, &span, tiles, |ds| {
+            if let Some(bias_partial) = &mut bias_partial {
+                bias_partial.add(coord, tile_mask.rows(), ds, scores.keys.rows());
+            }
+            if self.bias_in_blocks {
+                block.add_over_keys(coord, first, geometry.dims.group(), &ds[span.clone()]);
+            }
+        });
         if geometry.bf16_pairs {
             interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
         }

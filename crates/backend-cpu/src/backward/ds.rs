@@ -7,10 +7,12 @@
 
 use std::ops::Range;
 
+use annulus_core::BiasOrder;
+
 use crate::{
     simd::dispatch::Real,
     tile::{
-        ds_tile::{QueryStatistics, ScoreGradient},
+        ds_tile::ScoreGradient,
         gemm::gemm_nn,
         geometry::TileCoord,
         pack::PanelView,
@@ -19,7 +21,7 @@ use crate::{
         softmax::MultiplyTile,
         tile_mask::{LaneAxis, TileMask},
     },
-    workspace::{decode::TileStatistics, scratch::Tiles},
+    workspace::{scratch::Tiles, statistics::TileStatistics},
 };
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.
@@ -60,33 +62,34 @@ pub(crate) fn score_gradients<A: Real>(
     // with queries in rows, the products are restricted to the visible rows, and so are the
     // statistics
     let used = if by_row { tile_mask.rows().clone() } else { 0..coord.width };
-    let queries = QueryStatistics {
+    let gradient = ScoreGradient {
+        s: &mut tiles.s[span.clone()],
+        scale: scores.deferred_scale(),
+        dp: &mut tiles.dp[span],
+        keep,
         by_row,
-        max: &statistics.max[used.clone()],
-        inverse_sum: &statistics.inverse_sum[used.clone()],
-        delta: &statistics.delta[used.clone()],
-        share: &statistics.share[used],
+        statistics: statistics.each_ref().map(|list| &list[used.clone()]),
+        normalize: scores.spec.normalize,
+        words: tile_mask.words(),
     };
-    let s = &mut tiles.s[span.clone()];
-    let dp = &mut tiles.dp[span];
-    let normalize = scores.spec.normalize;
-    let scale = scores.deferred_scale();
-    A::run_kernel(
-        token,
-        vectors,
-        ScoreGradient { s, scale, dp, keep, queries, normalize, words: tile_mask.words() },
-    );
+    A::run_kernel(token, vectors, gradient);
 }
 
-/// Multiplies dS by ∂s/∂x under a soft cap.
+/// Multiplies dS by ∂s/∂x under a soft cap, and calls `add_bias` where dS is the gradient of the
+/// bias: before the multiplication, or after it if the bias is added before the cap.
 pub(crate) fn apply_soft_cap_slope<A: Real>(
     scores: &Scores<'_, A>,
     coord: &TileCoord,
     span: &Range<usize>,
     tiles: &mut Tiles<A>,
+    mut add_bias: impl FnMut(&[A]),
 ) {
+    let bias_before_cap = scores.spec.bias_order == BiasOrder::BeforeSoftCap;
+    if !bias_before_cap {
+        add_bias(&tiles.s);
+    }
     if scores.has_soft_cap_slope() {
-        A::run(
+        A::run_kernel(
             scores.token,
             coord.vectors,
             MultiplyTile {
@@ -94,5 +97,8 @@ pub(crate) fn apply_soft_cap_slope<A: Real>(
                 by: &tiles.soft_cap_slope[span.clone()],
             },
         );
+    }
+    if bias_before_cap {
+        add_bias(&tiles.s);
     }
 }

@@ -9,7 +9,7 @@ use annulus_core::{Element, Gradients, HostBuffer, HostView, HostViewMut, Inputs
 use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut4, Axis};
 
 use crate::{
-    backward::{leaf_sums::write_dbias, sinks::SinkGradients},
+    backward::leaf_sums::{SinkGradients, write_dbias},
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
         element::Float,
@@ -24,12 +24,12 @@ use crate::{
     workspace::{
         bias_gradient::BiasPartial,
         scratch::ThreadScratch,
-        state::{DqLayout, PassState, Summed},
+        state::{DqLayout, PassState},
     },
 };
 
 /// Writes dq, dk, dv, dbias and dsinks. A partial dq is not rounded.
-pub(crate) fn finish<E: TileInput<Accumulator: Summed + TileInput<Accumulator = Acc<E>>>>(
+pub(crate) fn finish<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
@@ -144,7 +144,7 @@ impl<E: TileInput> ArrayKernel for ScaleAndRound<'_, E> {
 }
 
 /// Writes dq, scaled and rounded, from either layout.
-fn write_dq<E: TileInput<Accumulator: Summed>>(
+fn write_dq<E: TileInput>(
     team: &Team,
     state: &PassState<Acc<E>>,
     scratch: &mut [ThreadScratch<Acc<E>>],
@@ -187,10 +187,11 @@ fn write_dq<E: TileInput<Accumulator: Summed>>(
                     }
                 }
                 let head_index = block.batch * state.shard.spec.dims.q_heads + head;
-                for (mut into, row) in dq.outer_iter_mut().zip(block.rows.clone()) {
+                let statistics = state.statistics.of(head_index, block.rows.clone());
+                for (mut into, &[max, ..]) in dq.outer_iter_mut().zip(statistics) {
                     // max = +∞: every probability is 0, and dq is 0 even if a key is not finite
                     // (0 · ∞ is NaN in the sums)
-                    if state.statistics.of(head_index, row)[0] == Acc::<E>::INFINITY {
+                    if max == Acc::<E>::INFINITY {
                         into.fill(E::narrow(Acc::<E>::ZERO));
                     }
                 }

@@ -43,7 +43,6 @@ use annulus_core::{RankLeaves, Rows, Tick};
 use crate::{
     backward::{
         dkv::{ArrivingQueries, DkvPass},
-        kv_split::KvSplit,
         reduction::{GroupGradients, KeyTask, PlaneLeaves, TaskReduction},
     },
     simd::dispatch::Real,
@@ -57,54 +56,39 @@ use crate::{
         tile_mask::TILE,
     },
     workspace::{
-        bias_gradient::BiasGradient,
         leaves::{KeyLeaves, LeafArrivals},
         query_block::QueryBlock,
         scratch::ThreadScratch,
-        state::{PassState, Summed},
+        state::PassState,
     },
 };
 
+/// Moves each block's dq behind a lock for the pass, or back.
+pub(super) fn exchange_dq<A>(blocks: &mut [QueryBlock<A>], shared_dq: &mut [Mutex<Aligned<A>>]) {
+    let pairs = blocks.iter_mut().zip(shared_dq);
+    pairs.for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
+}
+
 /// Runs all tasks. `records` are the gradient records.
-pub(super) fn run_fused<E: TileInput<Accumulator: Summed>>(
+pub(super) fn run_fused<E: TileInput>(
     pass: &DkvPass<'_, E>,
-    team: &Team,
-    scratch: &mut [ThreadScratch<Acc<E>>],
+    (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
     records: &mut [Acc<E>],
-    memory: FusedMemory<'_, Acc<E>>,
+    to: &GroupGradients<'_, Acc<E>>,
+    ordered: &OrderedReduction,
     tick: Tick<'_>,
 ) {
-    let FusedMemory { blocks, shared_dq, block_index, q_rows, bias, ordered, split } = memory;
-    // each block's dq moves behind a lock, and back after the pass
-    blocks
-        .iter_mut()
-        .zip(&mut *shared_dq)
-        .for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
-    let to = &GroupGradients {
-        token: pass.geometry.token,
-        width: pass.geometry.padded_head_dim(),
-        group: pass.geometry.dims.group(),
-        batch_and_kv_heads: (pass.geometry.dims.batch, pass.geometry.dims.kv_heads),
-        blocks,
-        sums: shared_dq,
-        block_index,
-        q_rows,
-        bias,
-        split,
-    };
+    let split = to.split;
+    let kv_heads = pass.geometry.dims.kv_heads;
     let chain = |plane| if split.chained { 0 } else { plane };
     let tasks = split.tasks().inspect(|&(task, plane, _)| ordered.enqueue(task, chain(plane)));
     // tasks write disjoint elements of the same records, under a lock held once per key block
     let records = Mutex::new(records);
     team.run(scratch, tasks, Some(tick), |scratch, (task, plane, keys), ticker| {
-        let mut reduction = TaskReduction {
-            to,
-            slot: ordered.slot(task, chain(plane)),
-            plane,
-            keys_in_place: None,
-        };
-        let batch = plane / to.batch_and_kv_heads.1;
-        let kv_head = plane % to.batch_and_kv_heads.1;
+        let slot = ordered.slot(task, chain(plane));
+        let mut reduction = TaskReduction { to, slot, plane, keys_in_place: None };
+        let batch = plane / kv_heads;
+        let kv_head = plane % kv_heads;
         for first in keys.clone().step_by(pass.k_rows) {
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             reduction.keys_in_place = pass.keys_in_place(&task);
@@ -124,22 +108,6 @@ pub(super) fn run_fused<E: TileInput<Accumulator: Summed>>(
             pass.write(scratch, &task, pass.scale(), &mut lock(&records));
         }
     });
-    blocks
-        .iter_mut()
-        .zip(shared_dq)
-        .for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
-}
-
-/// Memory of a workspace for [`run_fused`].
-pub(super) struct FusedMemory<'a, A> {
-    pub(crate) blocks: &'a mut [QueryBlock<A>],
-    /// One per block.
-    pub(crate) shared_dq: &'a mut [Mutex<Aligned<A>>],
-    pub(crate) block_index: &'a [usize],
-    pub(crate) q_rows: usize,
-    pub(crate) bias: Option<&'a BiasGradient<A>>,
-    pub(crate) ordered: &'a OrderedReduction,
-    pub(crate) split: KvSplit,
 }
 
 /// Products of a tile in the separate passes, and in the fused one.
@@ -161,7 +129,7 @@ pub(super) fn fuses_leaves<A: Real>(state: &PassState<A>, threads: usize, keys: 
 }
 
 /// Runs all tasks. `records` are the gradient records.
-pub(super) fn run_fused_leaves<E: TileInput<Accumulator: Summed>>(
+pub(super) fn run_fused_leaves<E: TileInput>(
     pass: &DkvPass<'_, E>,
     plan: &RankLeaves,
     (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
@@ -181,18 +149,11 @@ pub(super) fn run_fused_leaves<E: TileInput<Accumulator: Summed>>(
     let tasks = blocks.zip(leaves).enumerate();
     team.run(scratch, tasks, Some(tick), |scratch, (plane, (blocks, leaves)), ticker| {
         let (batch, kv_head) = (plane / dims.kv_heads, plane % dims.kv_heads);
-        let mut dq = PlaneLeaves {
-            token: pass.geometry.token,
-            width: pass.geometry.padded_head_dim(),
-            group: dims.group(),
-            plane: (plane, planes),
-            blocks,
-            block_index,
-            q_rows,
-        };
+        let geometry = pass.geometry;
+        let mut dq = PlaneLeaves { geometry, plane: (plane, planes), blocks, block_index, q_rows };
         for leaf in arrivals.leaves() {
             if let Some(step) = leaf.closes {
-                dq.close_leaf(&plan.keys, step);
+                dq.blocks.iter_mut().for_each(|block| block.close_dq_leaf(&plan.keys, step));
             }
             for first in leaf.keys.clone().step_by(pass.k_rows) {
                 let keys = first..leaf.keys.end.min(first + pass.k_rows);

@@ -7,24 +7,66 @@
 //! bias 1 × 1             the same of each key; keys of a leaf ascend, in f64; leaves: the ring
 //! sinks                  rows of a leaf ascend, in f64; leaves: the ring
 //! ```
+//!
+//! Gradients of the sinks, from the statistics of the rows, also in the order of arrival.
+//!
+//! ```text
+//! da_t = −Σ_i e^{a_t − max_i}/sum_i·delta_i − [a_t = max_i]·share_i        for each sink a_t
+//! ```
 
 use std::ops::Range;
 
 use annulus_core::{
     Element, HostBuffer, HostView, Inputs, LeafSums, Result, Rows, Spec, Tick, memory,
 };
-use ndarray::ArrayViewMut4;
+use ndarray::{ArrayView4, ArrayViewMut4};
 
 use crate::{
-    backward::sinks::SinkGradients,
     simd::dispatch::Real,
-    threads::team::Team,
+    threads::team::{Team, Ticker},
     tile::input::{Acc, TileInput, TileSource, array},
-    workspace::{
-        bias_gradient::BiasGradient,
-        state::{PassState, Summed},
-    },
+    workspace::{bias_gradient::BiasGradient, state::PassState, statistics::RowStatistics},
 };
+
+/// The sinks of a backward pass, and what their gradients are computed from.
+pub(super) struct SinkGradients<'a, A> {
+    pub(super) statistics: &'a RowStatistics<A>,
+    /// Query heads.
+    pub(super) heads: usize,
+    /// `[q_heads|1, sinks, 1, 1]`.
+    pub(super) sinks: ArrayView4<'a, A>,
+    /// Local rows whose contribution is computed.
+    pub(super) rows: Range<usize>,
+}
+
+impl<A: Real> SinkGradients<'_, A> {
+    /// Computes the gradient of sink number `index` in the order of the tensor, in f64: batch rows
+    /// and heads ascend, then rows. The result is not read if `ticker` stops.
+    pub(super) fn of(&self, index: usize, ticker: &mut Ticker<'_>) -> f64 {
+        let Self { statistics, heads, sinks, rows } = self;
+        let (lines, count, ..) = sinks.dim();
+        let (line, sink) = (index / count, index % count);
+        let score = sinks[[line, sink, 0, 0]].to_f64();
+        // a sink of −∞ has no weight
+        if score == f64::NEG_INFINITY {
+            return 0.0;
+        }
+        let planes = statistics.lines.len().checked_div(statistics.rows).unwrap_or(0);
+        let mut sum = 0.0;
+        for plane in (0..planes).filter(|plane| lines == 1 || plane % heads == line) {
+            if ticker.should_stop() {
+                break;
+            }
+            for row in statistics.of(plane, rows.clone()) {
+                let [max, inverse_sum, delta, share] = row.map(Element::to_f64);
+                // 0 of a normalised output
+                let max_term = if score == max { share } else { 0.0 };
+                sum -= (score - max).exp() * inverse_sum * delta + max_term;
+            }
+        }
+        sum
+    }
+}
 
 /// Calls `found` with the rows of each leaf, in local order.
 fn each_leaf(
@@ -42,7 +84,7 @@ fn each_leaf(
 
 /// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf. Ticks
 /// between sinks, and of dbias between leaves and every [`KEYS_PER_TICK`] keys.
-pub(crate) fn leaf_sums<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn leaf_sums<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,

@@ -1,12 +1,15 @@
 //! Accumulators of dq and dbias of the fused backward: shared by threads, or those of one plane.
+//! Partition of the fused backward into tasks: whole planes, or split keys.
 
-use std::{ops::Range, sync::Mutex};
+use std::{
+    ops::{Range, RangeInclusive},
+    sync::Mutex,
+};
 
-use annulus_core::{LeafMerges, Rows};
+use annulus_core::{Rows, Spec};
 
 use crate::{
-    backward::kv_split::KvSplit,
-    simd::dispatch::{IsaToken, Real},
+    simd::dispatch::Real,
     threads::{
         ordered_reduction::{TaskSlot, lock},
         team::Ticker,
@@ -14,11 +17,79 @@ use crate::{
     tile::{
         aligned::Aligned,
         ds_tile::DqUpdate,
+        geometry::Geometry,
         pack::{PanelView, padded},
         tile_mask::TILE,
     },
     workspace::{bias_gradient::BiasGradient, query_block::QueryBlock, scratch::ThreadScratch},
 };
+
+/// Minimum tasks per thread where planes are split, if there are enough tiles of keys: one long and
+/// one short task under a causal mask balance each other.
+const MIN_TASKS_PER_THREAD: usize = 2;
+
+/// Partition of the (batch row, KV head) planes into tasks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct KvSplit {
+    /// Planes that are one task each.
+    pub(crate) whole: usize,
+    /// All planes.
+    pub(crate) planes: usize,
+    /// Keys of the block.
+    pub(crate) len: usize,
+    /// Tasks of each split plane. They hold runs of key tiles of equal length, or one tile more in
+    /// the first tasks.
+    pub(crate) tasks: usize,
+    /// True if planes share elements of dbias, so that all tasks form one chain.
+    pub(crate) chained: bool,
+}
+
+impl KvSplit {
+    /// Partitions a block of `len` keys.
+    pub(crate) fn new(spec: &Spec, geometry: &Geometry, threads: usize, len: usize) -> Self {
+        // a block without keys has no tasks, however many planes there are
+        let planes = if len == 0 { 0 } else { spec.dims.batch * spec.dims.kv_heads };
+        let [batches, heads, _, bias_keys] = spec.bias.unwrap_or([0; 4]);
+        let chained = batches == 1 && spec.dims.batch > 1 || heads == 1 && spec.dims.kv_heads > 1;
+        let whole = if chained { 0 } else { planes / threads * threads };
+        let mut tasks = len.div_ceil(geometry.key_block());
+        // a dbias summed over heads and keys has its terms in task order: tasks must not depend on
+        // the thread count
+        let fixed = heads == 1 && bias_keys == 1;
+        if !fixed && threads > 1 && planes > whole {
+            // the same number of tasks for each thread balances tasks of equal length; under a
+            // causal mask, early long tasks and late short ones balance each other
+            let rest = planes - whole;
+            let even =
+                (1..=threads).find(|count| (rest * count).is_multiple_of(threads)).unwrap_or(1);
+            tasks =
+                tasks.max((MIN_TASKS_PER_THREAD * threads).div_ceil(rest)).next_multiple_of(even);
+        }
+        Self { whole, planes, len, tasks: tasks.min(len.div_ceil(TILE)), chained }
+    }
+
+    /// Iterates over the tasks: number, plane and keys.
+    pub(crate) fn tasks(self) -> impl Iterator<Item = (usize, usize, Range<usize>)> + Send {
+        let Self { whole, planes, len, tasks, .. } = self;
+        let split = move |plane| {
+            (0..tasks).map(move |task| (plane, self.first_key(task)..self.first_key(task + 1)))
+        };
+        let tasks =
+            (0..whole).map(move |plane| (plane, 0..len)).chain((whole..planes).flat_map(split));
+        tasks.enumerate().map(|(task, (plane, keys))| (task, plane, keys))
+    }
+
+    /// Returns the first key of a task of a split plane.
+    fn first_key(self, task: usize) -> usize {
+        let tiles = self.len.div_ceil(TILE);
+        self.len.min((task * (tiles / self.tasks) + task.min(tiles % self.tasks)) * TILE)
+    }
+
+    /// Returns the number of the first task of a split plane.
+    pub(crate) const fn first_task(self, plane: usize) -> usize {
+        self.whole + (plane - self.whole) * self.tasks
+    }
+}
 
 /// Task: a range of keys of one (batch row, KV head) plane.
 pub(crate) struct KeyTask {
@@ -29,8 +100,9 @@ pub(crate) struct KeyTask {
 
 /// Accumulators of dq and dbias that a task of the fused backward adds to.
 pub(crate) trait DqSums<A> {
-    /// Waits until the tasks before this one have passed `step`. Returns false on a stop.
-    fn wait_for_step(&mut self, step: usize, ticker: &mut Ticker<'_>) -> bool;
+    /// Starts the first step of `steps`, and waits until the tasks before this one have passed the
+    /// last. Returns false on a stop.
+    fn wait_for_steps(&mut self, steps: RangeInclusive<usize>, ticker: &mut Ticker<'_>) -> bool;
 
     /// Computes dQ += dS·K for a tile of queries of one head and the tile of keys that starts at
     /// key `first_key` of the task. dS and K are in `scratch`.
@@ -49,13 +121,7 @@ pub(crate) trait DqSums<A> {
 
 /// dq and dbias accumulators that all threads share.
 pub(crate) struct GroupGradients<'a, A> {
-    pub(super) token: IsaToken,
-    /// Elements of a row of dq.
-    pub(super) width: usize,
-    /// Query heads per KV head.
-    pub(super) group: usize,
-    /// Numbers of batch rows and KV heads.
-    pub(super) batch_and_kv_heads: (usize, usize),
+    pub(super) geometry: &'a Geometry,
     pub(super) blocks: &'a [QueryBlock<A>],
     /// dq of each block, behind a lock.
     pub(super) sums: &'a [Mutex<Aligned<A>>],
@@ -77,8 +143,8 @@ pub(crate) struct TaskReduction<'a, A> {
 }
 
 impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
-    fn wait_for_step(&mut self, step: usize, ticker: &mut Ticker<'_>) -> bool {
-        self.slot.wait_for_step(step, ticker)
+    fn wait_for_steps(&mut self, steps: RangeInclusive<usize>, ticker: &mut Ticker<'_>) -> bool {
+        self.slot.wait_for_steps(steps, ticker)
     }
 
     fn accumulate_dq(
@@ -90,17 +156,17 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
         queries: &Range<usize>,
     ) {
         let to = self.to;
+        let Geometry { dims, .. } = *to.geometry;
         let mut first = queries.start;
         // a tile may span blocks, all of which start at whole register tiles
         while first < queries.end {
-            let index = to.block_index[(first / to.q_rows * to.batch_and_kv_heads.0 + task.batch)
-                * to.batch_and_kv_heads.1
-                + task.kv_head];
+            let plane = first / to.q_rows * dims.batch + task.batch;
+            let index = to.block_index[plane * dims.kv_heads + task.kv_head];
             let block = &to.blocks[index];
             let rows = first..block.rows.end.min(queries.end);
-            let at = block.lane(head % to.group, first - block.rows.start);
+            let at = block.lane(head % dims.group(), first - block.rows.start);
             first = rows.end;
-            let of = TileRows { token: to.token, width: to.width, queries, rows, first_key };
+            let of = TileRows { geometry: to.geometry, queries, rows, first_key };
             let panel = self.keys_in_place.unwrap_or_else(|| scratch.rows_key.view());
             of.accumulate(scratch, panel, task, at, &mut lock(&to.sums[index]));
         }
@@ -113,9 +179,7 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
 
 /// Rows of a tile of queries that lie in one block.
 struct TileRows<'a> {
-    token: IsaToken,
-    /// Elements of a row of dq.
-    width: usize,
+    geometry: &'a Geometry,
     queries: &'a Range<usize>,
     rows: Range<usize>,
     first_key: usize,
@@ -131,7 +195,8 @@ impl TileRows<'_> {
         at: usize,
         sums: &mut [A],
     ) {
-        let Self { token, width, queries, rows, first_key } = self;
+        let Self { geometry, queries, rows, first_key } = self;
+        let width = geometry.padded_head_dim();
         let of = DqUpdate {
             first_row: rows.start - queries.start,
             panel,
@@ -139,18 +204,14 @@ impl TileRows<'_> {
             into: &mut sums[at * width..(at + padded(rows.len())) * width],
             width,
         };
-        scratch.ds_tile.accumulate_dq(token, of);
+        scratch.ds_tile.accumulate_dq(geometry.token, of);
     }
 }
 
 /// dq of one (batch row, KV head) plane in the reproducible order. One thread computes all tasks of
 /// the plane.
 pub(super) struct PlaneLeaves<'a, A> {
-    pub(super) token: IsaToken,
-    /// Elements of a row of dq.
-    pub(super) width: usize,
-    /// Query heads per KV head.
-    pub(super) group: usize,
+    pub(super) geometry: &'a Geometry,
     /// Number of the plane, and of planes.
     pub(super) plane: (usize, usize),
     /// Blocks of the plane, which follow those of the planes before it.
@@ -161,16 +222,9 @@ pub(super) struct PlaneLeaves<'a, A> {
     pub(super) q_rows: usize,
 }
 
-impl<A: Real> PlaneLeaves<'_, A> {
-    /// Merges dq of the complete leaf of step number `step`.
-    pub(super) fn close_leaf(&mut self, merges: &LeafMerges, step: usize) {
-        self.blocks.iter_mut().for_each(|block| block.close_dq_leaf(merges, step));
-    }
-}
-
 impl<A: Real> DqSums<A> for PlaneLeaves<'_, A> {
     /// Returns true: tasks of other threads add to other planes.
-    fn wait_for_step(&mut self, _step: usize, _ticker: &mut Ticker<'_>) -> bool {
+    fn wait_for_steps(&mut self, _: RangeInclusive<usize>, _: &mut Ticker<'_>) -> bool {
         true
     }
 
@@ -190,9 +244,9 @@ impl<A: Real> DqSums<A> for PlaneLeaves<'_, A> {
             let block = &mut self.blocks[index];
             block.fill_dq_leaf();
             let rows = first..block.rows.end.min(queries.end);
-            let at = block.lane(head % self.group, first - block.rows.start);
+            let at = block.lane(head % self.geometry.dims.group(), first - block.rows.start);
             first = rows.end;
-            let of = TileRows { token: self.token, width: self.width, queries, rows, first_key };
+            let of = TileRows { geometry: self.geometry, queries, rows, first_key };
             of.accumulate(scratch, scratch.rows_key.view(), task, at, &mut block.sums);
         }
     }
@@ -230,5 +284,62 @@ impl<A: Real> TaskReduction<'_, A> {
             &keys.rows()[task.keys.clone()],
         );
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::{DType, Dims};
+
+    use super::*;
+    use crate::simd::{dispatch::IsaToken, isa::Isa};
+
+    #[test]
+    fn tasks_cover_all_keys_once_and_evenly() {
+        let token = IsaToken::new(Isa::Portable).unwrap();
+        for (planes, threads, len) in [
+            (1, 2, 2048),
+            (1, 7, 2048),
+            (3, 2, 1000),
+            (3, 4, 777),
+            (5, 1, 130),
+            (8, 3, 64),
+            (2, 3, 1),
+            (1, 2, 0),
+        ] {
+            let spec = Spec::new(Dims::new(1, len, planes, 64), DType::F32);
+            let geometry = Geometry::new::<f32>(&spec, token);
+            let split = KvSplit::new(&spec, &geometry, threads, len);
+            let mut ends = vec![0; planes];
+            let mut tiles = vec![0; threads];
+            for (number, (task, plane, keys)) in split.tasks().enumerate() {
+                assert_eq!((number, ends[plane]), (task, keys.start), "{planes} planes");
+                assert!(
+                    plane < split.whole || keys.len() <= geometry.key_block() && !keys.is_empty()
+                );
+                ends[plane] = keys.end;
+                // the least loaded thread takes the next task
+                if let Some(least) = tiles.iter_mut().min() {
+                    *least += keys.len().div_ceil(TILE);
+                }
+            }
+            assert!(ends.iter().all(|&end| end == len), "{ends:?}");
+            let all = tiles.iter().sum::<usize>();
+            let most = tiles.iter().max().copied().unwrap();
+            assert!(
+                most <= all.div_ceil(threads) + 1,
+                "{planes} planes, {threads} threads: {tiles:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_bias_shared_by_heads_and_keys_is_split_alike_for_any_thread_count() {
+        let token = IsaToken::new(Isa::Portable).unwrap();
+        let spec =
+            Spec { bias: Some([1, 1, 900, 1]), ..Spec::new(Dims::new(1, 900, 2, 64), DType::F32) };
+        let geometry = Geometry::new::<f32>(&spec, token);
+        let [one, many] = [1, 7].map(|threads| KvSplit::new(&spec, &geometry, threads, 900));
+        assert!(one == many && one.chained && one.whole == 0);
     }
 }

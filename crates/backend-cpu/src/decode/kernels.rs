@@ -16,18 +16,17 @@
 use std::ops::Range;
 
 use crate::{
-    decode::packed_queries::{MAX_PACKED, ONE, PackedQueries, TWO},
     simd::{
         dispatch::{Real, SimdKernel},
         element::Float,
         isa::prefetch_l2,
-        lanes::unrolled,
-        vector::{MAX_LANES, Vector},
+        vector::{MAX_LANES, Vector, unrolled},
     },
     tile::{
         input::{Plane, TileInput, TileSource},
         tile_mask::TileMask,
     },
+    workspace::decode::{MAX_PACKED, ONE, PackedQueries, TWO},
 };
 
 /// Keys or values per step, if a register tile has as many rows: 4 × 4 accumulators are 16

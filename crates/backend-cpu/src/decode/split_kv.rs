@@ -26,10 +26,7 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    decode::{
-        kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
-        packed_queries::PackedQueries,
-    },
+    decode::kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
     forward::query_pass::ForwardQueryPass,
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
@@ -41,10 +38,9 @@ use crate::{
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
-        decode::{Decode, DecodeScratch, SplitPartial, split_keys, tile_keys},
+        decode::{Decode, DecodeScratch, PackedQueries, SplitPartial, split_keys, tile_keys},
         query_block::QueryBlock,
         scratch::ThreadScratch,
-        state::Summed,
     },
 };
 
@@ -60,10 +56,7 @@ impl<A: Real> Decode<A> {
         scratch: &mut [ThreadScratch<A>],
         blocks: &mut [QueryBlock<A>],
         tick: Tick<'_>,
-    ) -> bool
-    where
-        A: Summed,
-    {
+    ) -> bool {
         let dims = pass.geometry.dims;
         let len = pass.visibility.keys.len();
         if len == 0
@@ -149,7 +142,7 @@ struct SplitTask<'a, 'p, E: TileInput> {
     queries: Range<usize>,
 }
 
-impl<E: TileInput<Accumulator: Summed>> SplitTask<'_, '_, E> {
+impl<E: TileInput> SplitTask<'_, '_, E> {
     fn attend_split(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
@@ -275,7 +268,7 @@ impl<E: TileInput<Accumulator: Summed>> SplitTask<'_, '_, E> {
                 }
             }
             if pass.scores.fill_keep(&coord, &rows, &mut tiles.extra) {
-                Acc::<E>::run(
+                Acc::<E>::run_kernel(
                     token,
                     vectors,
                     MultiplyTile { tile: probs, by: &tiles.extra[coord.span(&rows)] },

@@ -6,18 +6,16 @@
 use annulus_core::{HostView, HostViewMut, Inputs, Outputs, Result, Tick};
 
 use crate::{
-    forward::{
-        leaves::finish_leaves,
-        outputs::{NextStrip, OutputAxis, OutputRows, StripOutput, strip_sums},
-    },
+    forward::outputs::{NextStrip, OutputAxis, OutputRows, StripOutput, strip_sums},
+    simd::dispatch::Real,
     threads::team::Team,
     tile::input::{Acc, TileInput, array},
-    workspace::state::{PassState, Summed},
+    workspace::state::PassState,
 };
 
 /// Adds the sinks and writes the outputs. The workspace is unchanged. Ticks between ranges of rows,
 /// and with sinks, of which there may be many, between strips.
-pub(crate) fn finish<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn finish<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
@@ -68,4 +66,17 @@ pub(crate) fn finish<E: TileInput<Accumulator: Summed>>(
     });
     state.scratch = scratch;
     Ok(())
+}
+
+/// Closes the last leaf, so that the root of the tree is the result of every query. Does nothing if
+/// the order is not reproducible.
+fn finish_leaves<A: Real>(team: &Team, state: &mut PassState<A>, tick: Tick<'_>) {
+    let PassState { shard, geometry, blocks, scratch, arrivals, .. } = state;
+    let Some(plan) = &shard.leaves else { return };
+    team.run(scratch, blocks.iter_mut(), Some(tick), |_, block, _| {
+        if let Some(step) = arrivals.open() {
+            block.close_forward_leaf(geometry, &plan.keys, step);
+        }
+        block.finish_forward_leaves();
+    });
 }

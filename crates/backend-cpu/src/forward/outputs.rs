@@ -8,11 +8,10 @@
 
 use std::{ops::Range, slice::Chunks};
 
-use annulus_core::{Element, HostViewMut, Outputs, Result, SoftmaxEnd};
+use annulus_core::{HostViewMut, Outputs, Result, SoftmaxEnd};
 use ndarray::{ArrayView4, ArrayViewMut2, ArrayViewMut4, Axis, s};
 
 use crate::{
-    forward::sink_line::sink_line,
     simd::{
         dispatch::Real,
         element::Float,
@@ -41,27 +40,24 @@ pub(crate) struct OutputRows<'a, E: TileInput> {
     /// `[batch, rows, heads, value_dim]`, as the residual.
     out: ArrayViewMut4<'a, E>,
     out_residual: Option<ArrayViewMut4<'a, E>>,
-    /// `[batch, heads, rows, 1]`, as the three below.
-    lse: ArrayViewMut4<'a, Acc<E>>,
-    max: Option<ArrayViewMut4<'a, Acc<E>>>,
-    sum: Option<ArrayViewMut4<'a, Acc<E>>>,
-    ties: Option<ArrayViewMut4<'a, Acc<E>>>,
+    /// lse, max, sum and ties, each `[batch, heads, rows, 1]`.
+    statistics: [Option<ArrayViewMut4<'a, Acc<E>>>; 4],
 }
 
 impl<'a, E: TileInput> OutputRows<'a, E> {
     /// Returns all outputs of a pass.
     pub(crate) fn of(outputs: &'a mut Outputs<HostViewMut<'_>>) -> Result<Self> {
+        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        let statistic = |name, view: Option<_>| view.map(|view| array_mut(name, view)).transpose();
         Ok(Self {
-            out: array_mut("out", &mut outputs.out)?,
-            out_residual: outputs
-                .out_residual
-                .as_mut()
-                .map(|residual| array_mut("out_residual", residual))
-                .transpose()?,
-            lse: array_mut("lse", &mut outputs.lse)?,
-            max: outputs.max.as_mut().map(|max| array_mut("max", max)).transpose()?,
-            sum: outputs.sum.as_mut().map(|sum| array_mut("sum", sum)).transpose()?,
-            ties: outputs.ties.as_mut().map(|ties| array_mut("ties", ties)).transpose()?,
+            out: array_mut("out", out)?,
+            out_residual: out_residual.map(|view| array_mut("out_residual", view)).transpose()?,
+            statistics: [
+                statistic("lse", Some(lse))?,
+                statistic("max", max)?,
+                statistic("sum", sum)?,
+                statistic("ties", ties)?,
+            ],
         })
     }
 
@@ -91,25 +87,17 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
             OutputAxis::Heads => (Axis(2), Axis(1)),
             OutputAxis::Rows => (Axis(1), Axis(2)),
         };
-        let split = |view: Option<ArrayViewMut4<'a, _>>| {
-            view.map(|view| view.split_at(of_lse, index)).unzip()
-        };
         let (out, out_rest) = self.out.split_at(of_out, index);
         let (out_residual, residual_rest) =
             self.out_residual.map(|view| view.split_at(of_out, index)).unzip();
-        let (lse, lse_rest) = self.lse.split_at(of_lse, index);
-        let (max, max_rest) = split(self.max);
-        let (sum, sum_rest) = split(self.sum);
-        let (ties, ties_rest) = split(self.ties);
+        let [lse, max, sum, ties] =
+            self.statistics.map(|view| view.map(|view| view.split_at(of_lse, index)).unzip());
         let rest = Self {
             out: out_rest,
             out_residual: residual_rest,
-            lse: lse_rest,
-            max: max_rest,
-            sum: sum_rest,
-            ties: ties_rest,
+            statistics: [lse.1, max.1, sum.1, ties.1],
         };
-        (Self { out, out_residual, lse, max, sum, ties }, rest)
+        (Self { out, out_residual, statistics: [lse.0, max.0, sum.0, ties.0] }, rest)
     }
 
     /// Returns the rows of out of one batch row and head, for prefetches.
@@ -119,14 +107,18 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
 
     /// Writes the outputs of one strip of one head.
     pub(crate) fn write_strip(&mut self, of: &StripOutput<'_, Acc<E>>) {
-        let StripOutput { geometry, block, group_head, strip, sinks, next, .. } = of;
+        let StripOutput { geometry, block, group_head, strip, next, .. } = of;
         let rows = of.rows();
         let sums = strip_sums(geometry, block, *group_head, strip);
         let mut factors = [None; TILE];
-        if sinks.is_none() && of.normalize {
-            self.write_sums(of, &mut factors);
-        } else {
-            self.write_statistics(of, &mut factors);
+        for (row, (lane, factor)) in of.lanes().zip(&mut factors).enumerate() {
+            let RowEnd { factor: of_row, statistics } = of.end(lane);
+            *factor = of_row;
+            for (view, number) in self.statistics.iter_mut().zip(statistics) {
+                if let Some(view) = view {
+                    view[[of.batch, of.head, of.first_row + row, 0]] = number;
+                }
+            }
         }
         let next = next.map(|NextStrip { sums: next, head }| {
             let out = head.map_or(PrefetchRows::default(), |head| {
@@ -146,72 +138,10 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
             WriteOut { out, residual, factors: &factors, next },
         );
     }
-
-    /// Writes lse, maximum and sum of a strip without sinks, and returns the factors of its rows:
-    /// as [`OutputRows::write_statistics`], in the accumulator's type. 1/ℓ rounds to the same
-    /// number as over f64, because f64 has more than twice the bits of f32.
-    fn write_sums(&mut self, of: &StripOutput<'_, Acc<E>>, factors: &mut Factors<Acc<E>>) {
-        let lanes = of.lanes();
-        let nan = Acc::<E>::from_f64(f64::NAN);
-        let at = |row| [of.batch, of.head, of.first_row + row, 0];
-        let statistics = of.block.max[lanes.clone()].iter().zip(&of.block.sum[lanes]);
-        for (row, (factor, (&max, &sum))) in factors.iter_mut().zip(statistics).enumerate() {
-            // without a visible key ℓ is 0 and m is −∞; NaN has the bits of `SoftmaxEnd`
-            let is_nan = sum.to_f64().is_nan();
-            let [max, sum] = if is_nan { [nan; 2] } else { [max, sum] };
-            let summed = sum != Acc::<E>::ZERO || max != -Acc::<E>::INFINITY;
-            *factor = summed.then(|| if is_nan { nan } else { Acc::<E>::ONE / sum });
-            self.lse[at(row)] =
-                if is_nan { nan } else { Acc::<E>::from_f64(max.to_f64() + sum.to_f64().ln()) };
-            if let Some(view) = &mut self.max {
-                view[at(row)] = max;
-            }
-            if let Some(view) = &mut self.sum {
-                view[at(row)] = sum;
-            }
-        }
-    }
-
-    /// Writes lse and the other statistics of a strip, and returns the factors of its rows.
-    fn write_statistics(&mut self, of: &StripOutput<'_, Acc<E>>, factors: &mut Factors<Acc<E>>) {
-        let StripOutput { geometry, block, group_head, strip, sinks, .. } = of;
-        let head = geometry.heads(block.kv_head).start + group_head;
-        let first = of.lanes().start;
-        let mut ends = [SoftmaxEnd::default(); TILE];
-        let ends = &mut ends[..strip.rows.len()];
-        for (lane, (end, factor)) in ends.iter_mut().zip(factors).enumerate() {
-            let ties = block.ties.get(first + lane).copied().unwrap_or_default();
-            *end = SoftmaxEnd::of(
-                block.max[first + lane].to_f64(),
-                block.sum[first + lane].to_f64(),
-                ties.to_f64(),
-                sink_line(*sinks, head),
-            );
-            *factor = end.summed.then(|| {
-                Acc::<E>::from_f64(if of.normalize { end.rescale / end.sum } else { end.rescale })
-            });
-        }
-        let of_end: [(_, Value); 4] = [
-            (Some(&mut self.lse), |end| end.lse),
-            (self.max.as_mut(), |end| end.max),
-            (self.sum.as_mut(), |end| end.sum),
-            (self.ties.as_mut(), |end| end.ties),
-        ];
-        for (view, value) in of_end {
-            let Some(view) = view else { continue };
-            let line = view.slice_mut(s![of.batch, of.head, of.rows(), 0]);
-            line.into_iter()
-                .zip(&*ends)
-                .for_each(|(into, end)| *into = Acc::<E>::from_f64(value(end)));
-        }
-    }
 }
 
 /// Factor of each row of a strip; without one out is 0, whatever the accumulator holds.
 type Factors<A> = [Option<A>; TILE];
-
-/// Reads one number of a [`SoftmaxEnd`].
-type Value = fn(&SoftmaxEnd) -> f64;
 
 /// Parts of outputs; see [`OutputRows::parts`].
 pub(crate) struct OutputParts<'a, E: TileInput> {
@@ -265,7 +195,33 @@ pub(crate) struct NextStrip<'b, A> {
     pub(crate) head: Option<usize>,
 }
 
-impl<A> StripOutput<'_, A> {
+/// End of one row's softmax.
+struct RowEnd<A> {
+    /// See [`Factors`].
+    factor: Option<A>,
+    /// lse, max, sum and ties.
+    statistics: [A; 4],
+}
+
+impl<A: Real> StripOutput<'_, A> {
+    /// Computes the end of the row in lane `lane` of the block.
+    fn end(&self, lane: usize) -> RowEnd<A> {
+        let Self { geometry, block, group_head, sinks, .. } = self;
+        let (max, sum) = (block.max[lane], block.sum[lane]);
+        if sinks.is_none() && self.normalize {
+            return plain_end(max, sum);
+        }
+        let ties = block.ties.get(lane).copied().unwrap_or_default();
+        let head = geometry.heads(block.kv_head).start + group_head;
+        let sinks = sink_line(*sinks, head);
+        let end = SoftmaxEnd::of(max.to_f64(), sum.to_f64(), ties.to_f64(), sinks);
+        let factor = if self.normalize { end.rescale / end.sum } else { end.rescale };
+        RowEnd {
+            factor: end.summed.then(|| A::from_f64(factor)),
+            statistics: [end.lse, end.max, end.sum, end.ties].map(A::from_f64),
+        }
+    }
+
     /// Returns the lanes of the strip's rows in the statistics of the block.
     fn lanes(&self) -> Range<usize> {
         let first = self.block.lane(self.group_head, self.strip.rows.start);
@@ -276,6 +232,31 @@ impl<A> StripOutput<'_, A> {
     const fn rows(&self) -> Range<usize> {
         self.first_row..self.first_row + (self.strip.rows.end - self.strip.rows.start)
     }
+}
+
+/// Computes [`StripOutput::end`] without sinks and ties, in the accumulator's type. 1/ℓ rounds to
+/// the same number as over f64, because f64 has more than twice the bits of f32.
+fn plain_end<A: Real>(max: A, sum: A) -> RowEnd<A> {
+    let nan = A::from_f64(f64::NAN);
+    if sum.to_f64().is_nan() {
+        // NaN has the bits of `SoftmaxEnd`
+        return RowEnd { factor: Some(nan), statistics: [nan, nan, nan, A::ZERO] };
+    }
+    // without a visible key ℓ is 0 and m is −∞
+    let summed = sum != A::ZERO || max != -A::INFINITY;
+    let lse = A::from_f64(max.to_f64() + sum.to_f64().ln());
+    RowEnd { factor: summed.then(|| A::ONE / sum), statistics: [lse, max, sum, A::ZERO] }
+}
+
+/// Returns the sink scores of one head.
+fn sink_line<A: Real>(
+    sinks: Option<ArrayView4<'_, A>>,
+    head: usize,
+) -> impl Iterator<Item = f64> + Clone {
+    let count = sinks.map_or(0, |sinks| sinks.dim().1);
+    (0..count).filter_map(move |sink| {
+        sinks.map(|sinks| sinks[[if sinks.dim().0 == 1 { 0 } else { head }, sink, 0, 0]].to_f64())
+    })
 }
 
 /// Returns the accumulator of a strip of a block's head number `group_head`.
@@ -393,9 +374,11 @@ mod tests {
                     part.out.mapv_inplace(|old| old + number + 1.0);
                     let residual = part.out_residual.as_mut().unwrap();
                     residual.mapv_inplace(|old| old + number + 2.0);
-                    part.lse.mapv_inplace(|old| old + number + 1.0);
-                    part.ties.iter_mut().for_each(|ties| ties.mapv_inplace(|old| old + number));
-                    assert!(part.max.is_none() && part.sum.is_none());
+                    let [Some(lse), None, None, Some(ties)] = &mut part.statistics else {
+                        panic!("lse and ties were given")
+                    };
+                    lse.mapv_inplace(|old| old + number + 1.0);
+                    ties.mapv_inplace(|old| old + number);
                     rows.push(part.rows());
                 }
             }

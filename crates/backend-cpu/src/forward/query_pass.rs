@@ -6,19 +6,17 @@ use annulus_core::{Block, Error, Host, HostView, Inputs, QueryTile, Result, Visi
 use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
-    simd::dispatch::{IsaToken, Real},
     tile::{
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
-        pack::{MAX_USES_IN_PLACE, PanelView},
+        pack::PanelsInPlace,
         prefetch::prefetch_first_tile,
         scores::Scores,
-        tile_mask::{LaneAxis, TILE, TileMask},
+        tile_mask::{LaneAxis, TILE},
     },
     workspace::{
         query_tiles::QueryTileCache,
         scratch::{TaskQueries, ThreadScratch},
-        state::Summed,
     },
 };
 
@@ -64,7 +62,7 @@ pub(crate) struct ForwardQueryPass<'a, E: TileInput> {
     pub(crate) is_only_block: bool,
 }
 
-impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
+impl<'a, E: TileInput> ForwardQueryPass<'a, E> {
     /// Prepares a pass over `block` in tasks of `task_rows` queries, after
     /// [`PassState::update_query_tiles`](crate::workspace::state::State::update_query_tiles).
     pub(crate) fn new<'i: 'a, 'b: 'a>(
@@ -102,9 +100,7 @@ impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
         &self,
         kv_head: usize,
     ) -> impl Iterator<Item = Range<usize>> + use<E> {
-        let heads = self.geometry.heads(kv_head);
-        let step = if self.visibility.per_head() { 1 } else { heads.len() };
-        heads.clone().step_by(step).map(move |first| first..first + step)
+        self.geometry.heads_with_one_mask(kv_head, self.visibility.per_head())
     }
 
     /// Loads the bounds of the keys of a task's rows into `scratch.task_tile`, unless the scratch
@@ -129,6 +125,19 @@ impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
         bounds.cover(wanted.batch, wanted.head, rows.clone(), &mut scratch.task_tile);
         scratch.task_queries = Some(wanted);
         scratch.clear_key_caches();
+    }
+
+    /// Iterates over the KV tiles of the block or, with `leaf`, of one leaf that are not certainly
+    /// empty for the queries `whole`.
+    pub(crate) fn kv_tiles<'s>(
+        &'s self,
+        whole: &'s QueryTile,
+        leaf: Option<&'s [Range<usize>]>,
+    ) -> impl Iterator<Item = Range<usize>> + 's {
+        let of_block = leaf.is_none().then(|| self.visibility.key_tiles(whole, TILE));
+        let of_leaf = leaf.unwrap_or_default().iter();
+        let of_leaf = of_leaf.filter(|keys| self.visibility.may_attend(whole, keys)).cloned();
+        of_block.into_iter().flatten().chain(of_leaf)
     }
 
     /// Returns the visibility of the tile of queries that contains row `row` of the task.
@@ -208,13 +217,10 @@ impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
         kv_head: usize,
         keys: &Range<usize>,
         uses: usize,
-    ) -> Option<KvInPlace<'a, Acc<E>>> {
-        if uses > MAX_USES_IN_PLACE {
-            return None;
-        }
-        let [k, v] = [&self.k, &self.v].map(|source| source.plane(batch, kv_head));
-        let [k, v] = [k, v].map(|plane| PanelView::in_place(plane, keys));
-        Some(KvInPlace { k: k?, v: v?, is_probed: false })
+    ) -> Option<PanelsInPlace<'a, Acc<E>>> {
+        let dims = self.geometry.dims;
+        let planes = [&self.k, &self.v].map(|source| source.plane(batch, kv_head));
+        PanelsInPlace::new(planes, keys, [dims.head_dim, dims.value_dim], uses)
     }
 
     /// Returns the tile of the same head that is adjacent to `keys`: usually the next one.
@@ -227,28 +233,4 @@ impl<'a, E: TileInput<Accumulator: Summed>> ForwardQueryPass<'a, E> {
 pub(crate) struct NextTile {
     pub(crate) kv_head: usize,
     pub(crate) keys: Range<usize>,
-}
-
-/// Tile of keys and values that is read in place.
-pub(crate) struct KvInPlace<'a, A> {
-    pub(crate) k: PanelView<'a, A>,
-    v: PanelView<'a, A>,
-    /// True if `v` is known to be finite or not.
-    is_probed: bool,
-}
-
-impl<'a, A: Real> KvInPlace<'a, A> {
-    /// Returns the values, of length `dim`. Reads them first if masked pairs of the tile have to be
-    /// skipped where one is not finite.
-    pub(crate) fn values(
-        &mut self,
-        token: IsaToken,
-        dim: usize,
-        tile_mask: &TileMask,
-    ) -> PanelView<'a, A> {
-        if tile_mask.words().is_some() && !std::mem::replace(&mut self.is_probed, true) {
-            self.v = self.v.probed(token, dim);
-        }
-        self.v
-    }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! for each task (batch row, KV head, range of queries):                      parallel
-//!     for each tile of 64 keys that is not empty:
+//!     for each tile of 64 keys that is not empty:                            (leaf by leaf)
 //!         pack K and V of the tile, unless few strips use it
 //!         for each strip of queries and each query head of the KV head:
 //!             S = K·Qᵀ, epilogue     (m, ℓ, P) ← online softmax of S     Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·P
@@ -19,8 +19,17 @@
 //! last block is also the first, all tasks of a thread use one accumulator: those of the query
 //! blocks would be read from memory, and written to it, although no later call needs them.
 //!
+//! In the reproducible order a task takes the block leaf by leaf: it closes the leaf before, that is,
+//! merges it with the partial results that wait for it, or stores it, and then folds the tiles of 64
+//! row numbers of the leaf, ascending, into the partial result of the leaf. The result of a row does
+//! not depend on the other rows of its strip or task: every operation on a lane depends on that lane
+//! alone, and a tile that is empty for the strip changes no bit of a lane. Probabilities are not
+//! rounded to bf16 in this order: `VDPBF16PS` adds pairs of rows of a block, so that a result would
+//! depend on the blocks.
+//!
 //! # Source
-//! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax.
+//! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax, and section 3.1
+//! for the merge of partial results.
 
 use std::ops::Range;
 
@@ -29,7 +38,7 @@ use annulus_core::{Tick, Visibility};
 use crate::{
     forward::{
         outputs::{NextStrip, OutputAxis, OutputRows, StripOutput},
-        query_pass::{ForwardQueryPass, KvInPlace, NextTile},
+        query_pass::{ForwardQueryPass, NextTile},
     },
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
@@ -38,14 +47,16 @@ use crate::{
         gemm::{Previous, gemm_nn, gemm_tn},
         geometry::{Strip, TileCoord},
         input::{Acc, TileInput},
+        pack::PanelsInPlace,
         prefetch::{PrefetchRows, Prefetcher},
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
     },
     workspace::{
+        leaves::{ArrivingKeys, BlockPart},
         query_block::{QueryBlock, QueryTask},
         scratch::ThreadScratch,
-        state::{PassState, Summed},
+        state::PassState,
     },
 };
 
@@ -65,23 +76,24 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut PassState<A>) {
     });
 }
 
-impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
-    /// Attends to the block tile by tile, with all queries. With `outputs`, writes those of all
-    /// rows, unless it is stopped; tasks are then one query block each, in the order
+impl<E: TileInput> ForwardQueryPass<'_, E> {
+    /// Attends to the block tile by tile, with all queries, in tasks of `task_rows` of them. Leaf by
+    /// leaf if there are `leaves`. With `outputs`, writes those of all rows, unless it is stopped;
+    /// tasks are then one query block each, in the order
     /// [`crate::workspace::state::BlockOrder::Rows`].
     pub(crate) fn attend_tiles(
         &self,
-        team: &Team,
-        scratch: &mut [ThreadScratch<Acc<E>>],
+        (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
         blocks: &mut [QueryBlock<Acc<E>>],
         task_rows: usize,
+        leaves: Option<ArrivingKeys<'_>>,
         outputs: Option<OutputRows<'_, E>>,
         tick: Tick<'_>,
     ) {
         let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
         let Some(outputs) = outputs else {
             team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
-                self.attend_task(scratch, &mut task, None, ticker);
+                self.attend_task(scratch, &mut task, leaves, None, ticker);
             });
             return;
         };
@@ -98,7 +110,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
             if is_only_block {
                 task.swap_sums(&mut near_sums);
             }
-            self.attend_task(scratch, &mut task, Some(&mut part), ticker);
+            self.attend_task(scratch, &mut task, None, Some(&mut part), ticker);
             if is_only_block {
                 task.swap_sums(&mut near_sums);
             }
@@ -111,30 +123,42 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
+        leaves: Option<ArrivingKeys<'_>>,
         mut outputs: Option<&mut OutputRows<'_, E>>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
         scratch.written.fill(false);
-        for heads in self.heads_with_one_mask(task.kv_head) {
-            self.update_task_tile(scratch, task.batch, heads.start, &task.rows);
-            let whole = std::mem::take(&mut scratch.task_tile);
-            scratch.mask_cache.rewind();
-            let mut tiles = self.visibility.key_tiles(&whole, TILE).peekable();
-            let first = tiles.peek().cloned().unwrap_or_default();
-            while let Some(keys) = tiles.next() {
-                if ticker.should_stop() {
-                    break;
+        scratch.mask_cache.rewind();
+        for part in BlockPart::of(leaves) {
+            if let Some((merges, step)) = part.closes {
+                for block in &mut *task.blocks {
+                    block.close_forward_leaf(self.geometry, merges, step);
                 }
-                let next = match tiles.peek() {
-                    Some(keys) => NextTile { kv_head: task.kv_head, keys: keys.clone() },
-                    None => self.first_tile_of_next_head(task.kv_head, &heads, &first),
-                };
-                let outputs = outputs.as_deref_mut();
-                self.attend_kv_tile(scratch, task, &heads, (&keys, next), outputs);
             }
-            drop(tiles);
-            scratch.task_tile = whole;
+            for heads in self.heads_with_one_mask(task.kv_head) {
+                self.update_task_tile(scratch, task.batch, heads.start, &task.rows);
+                let whole = std::mem::take(&mut scratch.task_tile);
+                let mut tiles = self.kv_tiles(&whole, part.tiles).peekable();
+                let first = tiles.peek().cloned().unwrap_or_default();
+                while let Some(keys) = tiles.next() {
+                    if ticker.should_stop() {
+                        break;
+                    }
+                    if part.tiles.is_some() {
+                        task.blocks.iter_mut().for_each(QueryBlock::fill_leaf);
+                    }
+                    let next = match tiles.peek() {
+                        Some(keys) => NextTile { kv_head: task.kv_head, keys: keys.clone() },
+                        None if part.tiles.is_some() => self.adjacent_tile(task.kv_head, &keys),
+                        None => self.first_tile_of_next_head(task.kv_head, &heads, &first),
+                    };
+                    let outputs = outputs.as_deref_mut();
+                    self.attend_kv_tile(scratch, task, &heads, (&keys, next), outputs);
+                }
+                drop(tiles);
+                scratch.task_tile = whole;
+            }
         }
         // strips whose last tile is empty, or of which no tile is in this block
         let Some(outputs) = outputs.filter(|_| !ticker.should_stop()) else { return };
@@ -194,7 +218,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
 
     /// Attends to one tile of keys with all strips and the given heads of a task. With `outputs`,
     /// writes those of strips whose last tile it is.
-    pub(super) fn attend_kv_tile(
+    fn attend_kv_tile(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
@@ -346,7 +370,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
         block: &mut QueryBlock<Acc<E>>,
         first: usize,
         (coord, out): (&TileCoord, PrefetchRows),
-        in_place: &mut Option<KvInPlace<'_, Acc<E>>>,
+        in_place: &mut Option<PanelsInPlace<'_, Acc<E>>>,
     ) {
         let token = self.geometry.token;
         let vectors = coord.vectors;
@@ -383,7 +407,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
         let products = gemm_nn(
             (token, vectors),
             tile_mask,
-            in_place.as_ref().map_or_else(|| rows_head.view(), |tile| tile.k),
+            in_place.as_ref().map_or_else(|| rows_head.view(), |tile| tile.panel(0)),
             queries,
             &mut tiles.s,
             tile_max_wanted,
@@ -412,7 +436,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
             OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale },
         );
         if self.scores.fill_keep(coord, tile_mask.rows(), &mut tiles.extra) {
-            Acc::<E>::run(
+            Acc::<E>::run_kernel(
                 token,
                 vectors,
                 MultiplyTile { tile: probs, by: &tiles.extra[span.clone()] },
@@ -429,7 +453,7 @@ impl<E: TileInput<Accumulator: Summed>> ForwardQueryPass<'_, E> {
             (false, false) => Previous::Add,
         };
         let v = match in_place {
-            Some(tile) => tile.values(token, self.geometry.dims.value_dim, tile_mask),
+            Some(tile) => tile.reduction_panel(1, token, tile_mask),
             None => rows_value.view(),
         };
         gemm_tn((token, vectors), tile_mask, v, probs, sums, previous, &mut cursor);

@@ -7,8 +7,7 @@ use annulus_core::DType;
 use crate::simd::{
     element::WidenTo,
     exp::EXP2_COEFFICIENTS,
-    lanes::{strip, strip_mut, unrolled},
-    vector::{MAX_LANES, Vector, widened},
+    vector::{MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
 };
 
 /// Registers of a vector.

@@ -7,8 +7,7 @@ use annulus_core::DType;
 use crate::simd::{
     element::WidenTo,
     exp::EXP2_COEFFICIENTS,
-    lanes::{strip, strip_mut, unrolled},
-    vector::{Bf16Pairs, MAX_LANES, Vector, widened},
+    vector::{Bf16Pairs, MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
 };
 
 /// Sixteen f32; with `PAIRS`, product operands are sixteen pairs of bf16.

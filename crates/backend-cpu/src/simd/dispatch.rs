@@ -95,7 +95,6 @@ impl IsaToken {
     ) -> K::Output {
         assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
-            Isa::Portable => kernel.run::<false, 2, 1, WIDTH>(),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `self.isa` is `Avx2`, and a token exists only for an instruction set that
             // `Isa::is_available` found on this machine: here AVX2, FMA and F16C, which are all the
@@ -118,22 +117,29 @@ impl IsaToken {
             // SAFETY: `self.isa` is `Neon`, and a token exists only for an instruction set that
             // `Isa::is_available` found on this machine: NEON, which is all that `neon` enables.
             Isa::Neon => unsafe { neon::<K, WIDTH>(kernel) },
-            // no token of another architecture's instruction set exists
-            #[cfg(target_arch = "x86_64")]
-            Isa::Neon => kernel.run::<false, 2, 1, WIDTH>(),
-            #[cfg(target_arch = "aarch64")]
-            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => kernel.run::<false, 2, 1, WIDTH>(),
-            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-            Isa::Neon | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => {
-                kernel.run::<false, 2, 1, WIDTH>()
-            }
+            // portable: no token of another architecture's instruction set exists
+            _ => kernel.run::<false, 2, 1, WIDTH>(),
         }
     }
 
-    /// Runs `kernel` on a strip of `vectors` vectors of f32.
-    pub(crate) fn run_f32<K: SimdKernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+    /// Runs `kernel` on a strip of `vectors` vectors of f32 or, with `pairs`, of bf16 pairs, on
+    /// [`Isa::Avx512Bf16`] only. A product step over pairs adds two products.
+    fn run_f32<K: SimdKernel<f32>>(self, pairs: bool, vectors: usize, kernel: K) -> K::Output {
         assert!((1..=self.max_vectors()).contains(&vectors));
+        assert!(!pairs || self.isa == Isa::Avx512Bf16);
         match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx512Bf16`, and a token exists only for an instruction set
+            // that `Isa::is_available` found on this machine: here BF16 beside the features named
+            // in `run`, which are all the features that `avx512_bf16_products` enables.
+            Isa::Avx512Bf16 if pairs => unsafe {
+                match vectors {
+                    1 => avx512_bf16_products::<K, 8, 1>(kernel),
+                    2 => avx512_bf16_products::<K, 8, 2>(kernel),
+                    3 => avx512_bf16_products::<K, 4, 3>(kernel),
+                    _ => avx512_bf16_products::<K, 4, 4>(kernel),
+                }
+            },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `run`.
             Isa::Avx512 | Isa::Avx512Bf16 => unsafe {
@@ -154,37 +160,12 @@ impl IsaToken {
         }
     }
 
-    /// Runs a product kernel on a strip of `vectors` vectors of bf16 pairs, on [`Isa::Avx512Bf16`]
-    /// only. A product step then adds two products.
-    pub(crate) fn run_bf16_products<K: SimdKernel<f32>>(
-        self,
-        vectors: usize,
-        kernel: K,
-    ) -> K::Output {
-        assert!(self.isa == Isa::Avx512Bf16);
-        match self.isa {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `self.isa` is `Avx512Bf16`, and a token exists only for an instruction set
-            // that `Isa::is_available` found on this machine: here BF16 beside the features named
-            // in `run`, which are all the features that `avx512_bf16_products` enables.
-            Isa::Avx512Bf16 => unsafe {
-                match vectors {
-                    1 => avx512_bf16_products::<K, 8, 1>(kernel),
-                    2 => avx512_bf16_products::<K, 8, 2>(kernel),
-                    3 => avx512_bf16_products::<K, 4, 3>(kernel),
-                    _ => avx512_bf16_products::<K, 4, 4>(kernel),
-                }
-            },
-            _ => self.run_arrays::<_, _, 16>(vectors, kernel),
-        }
-    }
-
     /// Runs a kernel that creates or masks bf16 pairs.
     pub(crate) fn run_pair_kernel<K: PairKernel>(self, vectors: usize, kernel: K) {
         assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: as in `run_bf16_products`.
+            // SAFETY: as in `run_f32` with `pairs`.
             Isa::Avx512Bf16 => unsafe {
                 match vectors {
                     1 => avx512_pair_kernel::<K, 1>(kernel),
@@ -195,11 +176,6 @@ impl IsaToken {
             },
             _ => kernel.run::<Array<f32, false, 16>, 1>(),
         }
-    }
-
-    /// Runs `kernel` on a strip of `vectors` vectors of f64.
-    pub(crate) fn run_f64<K: SimdKernel<f64>>(self, vectors: usize, kernel: K) -> K::Output {
-        self.run_arrays::<_, _, 8>(vectors, kernel)
     }
 
     /// Runs `kernel` over [`Array`]s, whose registers the compiler allocates.
@@ -280,8 +256,6 @@ fn avx512<K: ArrayKernel, const VECTORS: usize, const WIDTH: usize>(kernel: K) -
 pub(crate) trait Real: Float {
     /// Runs an array kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
     fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
-    /// Runs a kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
-    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
     /// Runs a product kernel, over pairs of bf16 if `pairs` (only on [`crate::Isa::Avx512Bf16`]).
     fn run_products<K: SimdKernel<Self>>(
         token: IsaToken,
@@ -289,15 +263,15 @@ pub(crate) trait Real: Float {
         vectors: usize,
         kernel: K,
     ) -> K::Output;
+    /// Runs a kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
+    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+        Self::run_products(token, false, vectors, kernel)
+    }
 }
 
 impl Real for f32 {
     fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
         token.run::<K, 16>(vectors, kernel)
-    }
-
-    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
-        token.run_f32(vectors, kernel)
     }
 
     fn run_products<K: SimdKernel<Self>>(
@@ -306,21 +280,13 @@ impl Real for f32 {
         vectors: usize,
         kernel: K,
     ) -> K::Output {
-        if pairs {
-            token.run_bf16_products(vectors, kernel)
-        } else {
-            token.run_f32(vectors, kernel)
-        }
+        token.run_f32(pairs, vectors, kernel)
     }
 }
 
 impl Real for f64 {
     fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
         token.run::<K, 8>(vectors, kernel)
-    }
-
-    fn run_kernel<K: SimdKernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
-        token.run_f64(vectors, kernel)
     }
 
     /// Ignores `pairs`: accumulators of type f64 have f64 inputs.
@@ -330,6 +296,6 @@ impl Real for f64 {
         vectors: usize,
         kernel: K,
     ) -> K::Output {
-        token.run_f64(vectors, kernel)
+        token.run_arrays::<_, _, 8>(vectors, kernel)
     }
 }

@@ -12,6 +12,35 @@ use half::bf16;
 
 use crate::simd::element::{Float, WidenTo};
 
+/// Repeats `body` for each of the first few indices, unrolled by hand.
+///
+/// Not a loop: the compiler would unroll the inner loop over lanes and vectorise across the outer
+/// one, with gathers.
+macro_rules! unrolled {
+    ($i:ident < $count:ident, $j:ident < $more:ident, $body:expr) => {
+        unrolled!($i < $count, unrolled!($j < $more, $body))
+    };
+    ($i:ident < $count:ident, $body:expr) => { unrolled!(@ $i, $count, $body, 0 1 2 3 4 5 6 7) };
+    (@ $i:ident, $count:ident, $body:expr, $($n:literal)*) => {{
+        $( if $n < $count { let $i = $n; $body; } )*
+    }};
+}
+pub(crate) use unrolled;
+
+/// Views elements as a strip: rows of `N` vectors.
+#[inline(always)]
+pub(crate) fn strip<A, const N: usize, const W: usize>(elements: &[A]) -> &[[[A; W]; N]] {
+    elements.as_chunks::<W>().0.as_chunks::<N>().0
+}
+
+/// Views elements as a mutable strip.
+#[inline(always)]
+pub(crate) fn strip_mut<A, const N: usize, const W: usize>(
+    elements: &mut [A],
+) -> &mut [[[A; W]; N]] {
+    elements.as_chunks_mut::<W>().0.as_chunks_mut::<N>().0
+}
+
 /// Maximum lanes of a vector: 64 bytes of f32.
 pub(crate) const MAX_LANES: usize = 16;
 
@@ -104,6 +133,34 @@ pub(crate) fn each_row_mut<A: Float, V: Vector<A>, T>(
     rows.iter_mut().map(|row| if V::AUTOVECTORIZED { std::hint::black_box(row) } else { row })
 }
 
+/// Iterates over rows, each opaque to the compiler; see [`each_row`].
+#[inline(always)]
+pub(crate) fn opaque_rows<T>(rows: &mut [T]) -> impl ExactSizeIterator<Item = &mut T> {
+    rows.iter_mut().map(std::hint::black_box)
+}
+
+/// Applies a function to each element.
+#[inline(always)]
+pub(crate) fn map<A: Float, const W: usize>(mut a: [A; W], f: impl Fn(A) -> A) -> [A; W] {
+    for a in &mut a {
+        *a = f(*a);
+    }
+    a
+}
+
+/// Applies a function to each pair of elements.
+#[inline(always)]
+pub(crate) fn zip<A: Float, const W: usize>(
+    mut a: [A; W],
+    b: [A; W],
+    f: impl Fn(A, A) -> A,
+) -> [A; W] {
+    for i in 0..W {
+        a[i] = f(a[i], b[i]);
+    }
+    a
+}
+
 /// Widens the first elements of a slice, with 0 beyond its end.
 #[inline(always)]
 pub(crate) fn widened<E: WidenTo, const W: usize>(from: &[E]) -> [E::Accumulator; W] {
@@ -139,12 +196,12 @@ impl<A: Float, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, 
 
     #[inline(always)]
     fn strip<const N: usize>(elements: &[A]) -> &[[[A; W]; N]] {
-        crate::simd::lanes::strip(elements)
+        strip(elements)
     }
 
     #[inline(always)]
     fn strip_mut<const N: usize>(elements: &mut [A]) -> &mut [[[A; W]; N]] {
-        crate::simd::lanes::strip_mut(elements)
+        strip_mut(elements)
     }
 
     #[inline(always)]

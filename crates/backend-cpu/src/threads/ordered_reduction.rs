@@ -14,7 +14,10 @@
 //!
 //! Mutex access without poison.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::{
+    ops::RangeInclusive,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+};
 
 use crate::threads::team::{TICK_INTERVAL, Ticker};
 
@@ -79,11 +82,15 @@ impl TaskSlot<'_> {
         self.task
     }
 
-    /// Completes all steps before `step`, then waits until all earlier tasks of the chain are
-    /// beyond `step`. Returns false on a stop.
-    pub(crate) fn wait_for_step(&self, step: usize, ticker: &mut Ticker<'_>) -> bool {
-        self.complete_before(step);
-        self.wait(ticker, |other| other.task < self.task && other.step <= step)
+    /// Completes all steps before the first of `steps`, then waits until all earlier tasks of the
+    /// chain are beyond the last. Returns false on a stop.
+    pub(crate) fn wait_for_steps(
+        &self,
+        steps: RangeInclusive<usize>,
+        ticker: &mut Ticker<'_>,
+    ) -> bool {
+        self.complete_before(*steps.start());
+        self.wait(ticker, |other| other.task < self.task && other.step <= *steps.end())
     }
 
     /// Completes all steps before `step`.
@@ -169,7 +176,7 @@ mod tests {
                 let slot = ordered.slot(task, task % 2);
                 // each task skips some steps, and not all the same ones
                 for step in (0..steps.len()).filter(|step| !(step + task).is_multiple_of(5)) {
-                    assert!(slot.wait_for_step(step, ticker));
+                    assert!(slot.wait_for_steps(step..=step, ticker));
                     if (task + step).is_multiple_of(7) {
                         std::thread::sleep(Duration::from_micros(300));
                     }
@@ -199,7 +206,7 @@ mod tests {
         let mut tick = || ControlFlow::Break(());
         let tasks = (1..3).inspect(|&task| ordered.enqueue(task, 0));
         team.run(&mut [(), ()], tasks, Some(&mut tick), |(), task, ticker| {
-            assert!(!ordered.slot(task, 0).wait_for_step(0, ticker));
+            assert!(!ordered.slot(task, 0).wait_for_steps(0..=0, ticker));
         });
         drop(ordered.slot(0, 0));
         ordered.enqueue(3, 0);

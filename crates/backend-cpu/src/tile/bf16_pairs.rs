@@ -19,8 +19,7 @@ use std::ops::Range;
 use crate::{
     simd::{
         dispatch::{ArrayKernel, IsaToken, PairKernel, Real},
-        lanes::unrolled,
-        vector::Bf16Pairs,
+        vector::{Bf16Pairs, unrolled},
     },
     tile::input::{Plane, TileInput, TileSource},
 };

@@ -11,8 +11,8 @@ use annulus_core::DropoutMask;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, Real},
-        lanes::{each_row_mut, select, strip_mut, unrolled},
+        dispatch::{ArrayKernel, IsaToken, Real, SimdKernel},
+        vector::{self, Vector, unrolled},
     },
     tile::tile_mask::TILE,
 };
@@ -84,7 +84,7 @@ impl ArrayKernel for DrawKeepBits<'_> {
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
         let blocks: [u64; DRAWS] = std::array::from_fn(|draw| self.block + draw as u64);
-        for (word, &i) in each_row_mut(self.words).zip(self.queries) {
+        for (word, &i) in vector::opaque_rows(self.words).zip(self.queries) {
             let counter = [
                 [low(i); DRAWS],
                 blocks.map(low),
@@ -141,17 +141,15 @@ pub(crate) struct ExpandKeepBits<'a, A> {
     pub(crate) keep_scale: A,
 }
 
-impl<A: Real> ArrayKernel for ExpandKeepBits<'_, A> {
+impl<A: Real> SimdKernel<A> for ExpandKeepBits<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        for (row, &word) in each_row_mut(strip_mut::<A, VECTORS, WIDTH>(self.tile)).zip(self.words)
-        {
-            unrolled!(
-                v < VECTORS,
-                row[v] = select(word, v * WIDTH, [self.keep_scale; WIDTH], [A::ZERO; WIDTH])
-            );
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let (kept, zero) = (V::splat(self.keep_scale), V::splat(A::ZERO));
+        let rows = vector::each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(self.tile));
+        for (row, &word) in rows.zip(self.words) {
+            unrolled!(v < VECTORS, kept.select(word >> (v * V::WIDTH), zero).store(&mut row[v]));
         }
     }
 }

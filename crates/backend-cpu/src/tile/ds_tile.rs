@@ -23,13 +23,12 @@
 
 use std::ops::Range;
 
-use annulus_core::Result;
+use annulus_core::{Result, Spec};
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
-        lanes::{strip, strip_mut, unrolled},
-        vector::{Vector, each_row_mut},
+        dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
+        vector::{Vector, each_row_mut, unrolled},
     },
     tile::{
         aligned::Aligned,
@@ -136,7 +135,7 @@ impl<A: Real> DsTile<A> {
         let from = &tile[coord.span(&rows)];
         let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];
         if self.stride == TILE {
-            A::run(token, coord.vectors, CopyStrip { from, into, lane });
+            A::run_kernel(token, coord.vectors, CopyStrip { from, into, lane });
         } else {
             narrow_rows(token, coord.vectors, from, into, self.stride, lane / 2);
         }
@@ -175,10 +174,10 @@ impl<A: Real> DsTile<A> {
                 width,
                 column,
             };
-            if panel.holds_pairs() && !panel.finite() {
+            if panel.pairs && !panel.finite {
                 kernel.run_masked_pairs(token, vectors);
             } else {
-                A::run_products(token, panel.holds_pairs(), vectors, kernel);
+                A::run_products(token, panel.pairs, vectors, kernel);
             }
             column += vectors * A::WIDTH;
         }
@@ -192,15 +191,14 @@ struct CopyStrip<'a, A> {
     lane: usize,
 }
 
-impl<A: Real> ArrayKernel for CopyStrip<'_, A> {
+impl<A: Real> SimdKernel<A> for CopyStrip<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        for (from, into) in
-            strip::<A, VECTORS, WIDTH>(self.from).iter().zip(self.into.chunks_exact_mut(TILE))
-        {
-            if let Some(into) = strip_mut::<A, VECTORS, WIDTH>(&mut into[self.lane..]).first_mut() {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let rows = self.into.chunks_exact_mut(TILE);
+        for (from, into) in V::strip::<VECTORS>(self.from).iter().zip(rows) {
+            if let Some(into) = V::row_mut::<VECTORS>(&mut into[self.lane..]) {
                 *into = *from;
             }
         }
@@ -226,7 +224,7 @@ impl<A: Real> SimdKernel<A> for DqProducts<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
-        if !self.panel.finite() {
+        if !self.panel.finite {
             return self.run_masked::<V, VECTORS>();
         }
         let rows = self.into.len() / self.width;
@@ -244,13 +242,13 @@ impl<A: Real> DqProducts<'_, A> {
         let Self { tile, panel, width, column, .. } = *self;
         let keys = tile.keys(self.first_row + first..self.first_row + first + ROWS);
         let b = panel.reduction_rows(&self.keys);
-        let b = b.get(keys.start * panel.reduction_stride()..).unwrap_or_default();
+        let b = b.get(keys.start * panel.reduction_stride..).unwrap_or_default();
         let c = &mut self.into[first * width..];
         let a = &tile.elements[(self.first_row + first) * tile.stride..];
         let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][keys.clone()]);
         let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
         // the last row of a panel in place may end with its vector
-        for (k, b) in b.chunks(panel.reduction_stride()).enumerate().take(keys.len()) {
+        for (k, b) in b.chunks(panel.reduction_stride).enumerate().take(keys.len()) {
             let Some(b) = V::row::<VECTORS>(b.get(column..).unwrap_or_default()) else { break };
             unrolled!(
                 r < ROWS,
@@ -270,7 +268,7 @@ impl<A: Real> DqProducts<'_, A> {
     fn run_masked_pairs(self, token: IsaToken, vectors: usize) {
         let Self { tile, first_row, panel, keys, into, width, column } = self;
         let (b, stride) =
-            (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride());
+            (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride);
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
             let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
             let c = &mut as_pairs_mut(c)[column..];
@@ -303,17 +301,6 @@ impl<A: Real> DqProducts<'_, A> {
     }
 }
 
-/// Statistics of the tile's queries: one per lane where queries lie in lanes, else one per row.
-#[derive(Clone, Copy)]
-pub(crate) struct QueryStatistics<'a, A> {
-    pub(crate) by_row: bool,
-    pub(crate) max: &'a [A],
-    pub(crate) inverse_sum: &'a [A],
-    pub(crate) delta: &'a [A],
-    /// Read only if the output is not normalised.
-    pub(crate) share: &'a [A],
-}
-
 /// Replaces scores by dS, and dP by the probabilities that multiply dO.
 pub(crate) struct ScoreGradient<'a, A> {
     /// In: s / scale. Out: dS.
@@ -324,7 +311,10 @@ pub(crate) struct ScoreGradient<'a, A> {
     pub(crate) dp: &'a mut [A],
     /// Dropout factors of the probabilities.
     pub(crate) keep: Option<&'a [A]>,
-    pub(crate) queries: QueryStatistics<'a, A>,
+    /// True if queries are the rows and not the lanes.
+    pub(crate) by_row: bool,
+    /// `[max, 1/sum, delta, share]` of the tile's queries ([`Spec::ROW_STATISTICS`]), each a list.
+    pub(crate) statistics: [&'a [A]; Spec::ROW_STATISTICS],
     pub(crate) normalize: bool,
     /// Lane bits of each row, if the tile has masked pairs.
     pub(crate) words: Option<&'a [u64]>,
@@ -335,7 +325,7 @@ impl<A: Real> SimdKernel<A> for ScoreGradient<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        match (self.queries.by_row, self.normalize) {
+        match (self.by_row, self.normalize) {
             (false, true) => self.run_specialized::<V, false, true, VECTORS>(),
             (true, true) => self.run_specialized::<V, true, true, VECTORS>(),
             (false, false) => self.run_specialized::<V, false, false, VECTORS>(),
@@ -360,7 +350,7 @@ impl<A: Real> ScoreGradient<'_, A> {
         let scale = V::splat(self.scale);
         let zero = V::splat(A::ZERO);
         let lanes = !0u64 >> (u64::BITS as usize - V::WIDTH);
-        let QueryStatistics { max, inverse_sum, delta, share, .. } = self.queries;
+        let [max, inverse_sum, delta, share] = self.statistics;
         for (row, (s, dp)) in each_row_mut::<A, V, _>(s).zip(dp).enumerate() {
             unrolled!(v < VECTORS, 'vector: {
                 // a vector without a visible pair: the usual case beside the diagonal

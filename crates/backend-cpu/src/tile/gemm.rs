@@ -25,9 +25,8 @@ use std::ops::Range;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
-        lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
-        vector::Vector,
+        dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
+        vector::{Vector, unrolled},
     },
     tile::{
         bf16_pairs::{self, MaskedPairProducts},
@@ -107,7 +106,7 @@ pub(crate) fn gemm_nn<A: Real>(
     let padded_rows = rows.start / MAX_REGISTER_ROWS * MAX_REGISTER_ROWS
         ..rows.end.next_multiple_of(MAX_REGISTER_ROWS);
     let is_full = tile_mask.words().is_none() && padded_rows == *rows;
-    let tile_max = tile_max.filter(|_| is_full || !panel.holds_pairs());
+    let tile_max = tile_max.filter(|_| is_full || !panel.pairs);
     let max_known = tile_max.is_some();
     let masked = max_known && !is_full;
     let lane_words = if masked { tile_mask.lane_words() } else { [0; TILE] };
@@ -115,7 +114,7 @@ pub(crate) fn gemm_nn<A: Real>(
     let row_ranges = tile_mask.row_ranges();
     let c = &mut tile[padded_rows.start * width..padded_rows.end * width];
     let a = panel.rows(padded_rows.clone());
-    let gemm = GemmNn { a, stride: panel.stride(), b: lanes, c, lane_words, tile_max, epilogue };
+    let gemm = GemmNn { a, stride: panel.stride, b: lanes, c, lane_words, tile_max, epilogue };
     match &row_ranges {
         Some(row_ranges) => {
             let row_ranges = row_ranges.clone().map(|rows| {
@@ -123,9 +122,9 @@ pub(crate) fn gemm_nn<A: Real>(
                     ..rows.end.saturating_sub(padded_rows.start).div_ceil(MAX_REGISTER_ROWS)
             });
             let kernel = PartialGemmNn { gemm, row_ranges };
-            A::run_products(token, panel.holds_pairs(), vectors, kernel);
+            A::run_products(token, panel.pairs, vectors, kernel);
         }
-        None => A::run_products(token, panel.holds_pairs(), vectors, gemm),
+        None => A::run_products(token, panel.pairs, vectors, gemm),
     }
     let first = rows.start;
     let row_ranges = row_ranges.map(|row_ranges| {
@@ -163,15 +162,15 @@ pub(crate) fn gemm_tn<A: Real>(
 ) {
     let rows = tile_mask.rows();
     let a = panel.reduction_rows(rows);
-    let stride = panel.reduction_stride();
+    let stride = panel.reduction_stride;
     // rows per line of `probs`
-    let step = if panel.holds_pairs() { 2 } else { 1 };
+    let step = if panel.pairs { 2 } else { 1 };
     let first = rows.start / step;
     let lines = |rows: &Range<usize>| {
         (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first)
     };
     let b = &probs[..lines(rows).len() * vectors * A::WIDTH];
-    let masked_words = tile_mask.words().filter(|_| !panel.finite());
+    let masked_words = tile_mask.words().filter(|_| !panel.finite);
     let mut previous = previous;
     if masked_words.is_some() && matches!(previous, Previous::Overwrite) {
         // a rare case: the kernels that skip masked pairs need no third form
@@ -180,7 +179,7 @@ pub(crate) fn gemm_tn<A: Real>(
     }
     let gemm = GemmTn { a, stride, b, c: sums, previous, epilogue };
     match masked_words {
-        Some(words) if panel.holds_pairs() => {
+        Some(words) if panel.pairs => {
             let GemmTn { a, stride, b, c, previous, .. } = gemm;
             let rescale = previous.rescale();
             let a = bf16_pairs::as_pairs(a);
@@ -200,18 +199,13 @@ pub(crate) fn gemm_tn<A: Real>(
                 },
             );
         }
-        Some(words) => A::run(token, vectors, MaskedGemmTn { gemm, words }),
+        Some(words) => A::run_kernel(token, vectors, MaskedGemmTn { gemm, words }),
         None => match tile_mask.row_ranges() {
             Some(row_ranges) => {
                 let row_ranges = row_ranges.map(|rows| lines(&rows));
-                A::run_products(
-                    token,
-                    panel.holds_pairs(),
-                    vectors,
-                    PartialGemmTn { gemm, row_ranges },
-                );
+                A::run_products(token, panel.pairs, vectors, PartialGemmTn { gemm, row_ranges });
             }
-            None => A::run_products(token, panel.holds_pairs(), vectors, gemm),
+            None => A::run_products(token, panel.pairs, vectors, gemm),
         },
     }
 }
@@ -257,41 +251,55 @@ impl<A: Real, B: GemmEpilogue> SimdKernel<A> for GemmNn<'_, A, B> {
 }
 
 impl<A: Real, B: GemmEpilogue> GemmNn<'_, A, B> {
-    /// Computes the rows of C from `first` on, and updates the maximum of each column.
+    /// Computes `ROWS` rows of C from `row` on, and updates the maximum of each column.
     #[inline(always)]
     fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
         &mut self,
+        row: usize,
+        top: &mut [V; VECTORS],
+    ) {
+        self.vectors::<V, VECTORS, ROWS, VECTORS>(row, 0, top);
+    }
+
+    /// As [`GemmNn::register_tile`], of the `COUNT` vectors from `first` on.
+    #[inline(always)]
+    fn vectors<V: Vector<A>, const VECTORS: usize, const ROWS: usize, const COUNT: usize>(
+        &mut self,
+        row: usize,
         first: usize,
         top: &mut [V; VECTORS],
     ) {
         let b = V::strip::<VECTORS>(self.b);
-        let Some(c) = V::strip_mut::<VECTORS>(self.c)[first..].first_chunk_mut::<ROWS>() else {
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<ROWS>() else {
             return;
         };
-        let a = &self.a[first * self.stride..];
+        let a = &self.a[row * self.stride..];
         let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-        let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        let mut sums = [[V::splat(A::ZERO); COUNT]; ROWS];
         // loop 2: k, one chain of multiply-adds per element of the register tile
         for (k, b) in b.iter().enumerate() {
+            let Some(b) = b[first..].first_chunk::<COUNT>() else { break };
             unrolled!(
                 r < ROWS,
-                v < VECTORS,
+                v < COUNT,
                 sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
             );
         }
-        if let Some(words) = self.lane_words.and_then(|words| words[first..].first_chunk::<ROWS>())
-        {
+        if let Some(words) = self.lane_words.and_then(|words| words[row..].first_chunk::<ROWS>()) {
             let masked = V::splat(-A::INFINITY);
-            unrolled!(
-                r < ROWS,
-                v < VECTORS,
-                sums[r][v] = sums[r][v].select(words[r] >> (v * V::WIDTH), masked)
-            );
+            unrolled!(r < ROWS, v < COUNT, {
+                sums[r][v] = sums[r][v].select(words[r] >> ((first + v) * V::WIDTH), masked);
+            });
         }
         // the maximum is taken from registers, so that the softmax need not read the tile twice
-        unrolled!(r < ROWS, v < VECTORS, {
-            top[v] = sums[r][v].if_larger(top[v]);
-            sums[r][v].store(&mut c[r][v]);
+        let Some(top) = top[first..].first_chunk_mut::<COUNT>() else { return };
+        unrolled!(r < ROWS, {
+            if let Some(c) = c[r][first..].first_chunk_mut::<COUNT>() {
+                unrolled!(v < COUNT, {
+                    top[v] = sums[r][v].if_larger(top[v]);
+                    sums[r][v].store(&mut c[v]);
+                });
+            }
         });
         self.epilogue.after_register_tile();
     }
@@ -337,50 +345,6 @@ impl<A: Real, B: GemmEpilogue> SimdKernel<A> for PartialGemmNn<'_, A, B> {
     }
 }
 
-impl<A: Real, B: GemmEpilogue> GemmNn<'_, A, B> {
-    /// Computes `ROWS` rows of C from `row` on, of the `COUNT` vectors from `first` on, and updates
-    /// the maximum of each column.
-    #[inline(always)]
-    fn vectors<V: Vector<A>, const VECTORS: usize, const ROWS: usize, const COUNT: usize>(
-        &mut self,
-        row: usize,
-        first: usize,
-        top: &mut [V; VECTORS],
-    ) {
-        let b = V::strip::<VECTORS>(self.b);
-        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<ROWS>() else {
-            return;
-        };
-        let a = &self.a[row * self.stride..];
-        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-        let mut sums = [[V::splat(A::ZERO); COUNT]; ROWS];
-        for (k, b) in b.iter().enumerate() {
-            let Some(b) = b[first..].first_chunk::<COUNT>() else { break };
-            unrolled!(
-                r < ROWS,
-                v < COUNT,
-                sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
-            );
-        }
-        if let Some(words) = self.lane_words.and_then(|words| words[row..].first_chunk::<ROWS>()) {
-            let masked = V::splat(-A::INFINITY);
-            unrolled!(r < ROWS, v < COUNT, {
-                sums[r][v] = sums[r][v].select(words[r] >> ((first + v) * V::WIDTH), masked);
-            });
-        }
-        let Some(top) = top[first..].first_chunk_mut::<COUNT>() else { return };
-        unrolled!(r < ROWS, {
-            if let Some(c) = c[r][first..].first_chunk_mut::<COUNT>() {
-                unrolled!(v < COUNT, {
-                    top[v] = sums[r][v].if_larger(top[v]);
-                    sums[r][v].store(&mut c[v]);
-                });
-            }
-        });
-        self.epilogue.after_register_tile();
-    }
-}
-
 /// C = C·rescale + Aᵀ·B.
 struct GemmTn<'a, A, B> {
     /// As many rows as B, `stride` apart, each at least as long as C has rows.
@@ -411,42 +375,11 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
         &mut self,
         first: usize,
     ) {
-        let b = V::strip::<VECTORS>(self.b);
-        let rescale = self.previous.rescale().and_then(V::row::<VECTORS>);
-        let Some(c) = V::strip_mut::<VECTORS>(self.c)[first..].first_chunk_mut::<ROWS>() else {
-            return;
-        };
-        let a = &self.a[first..];
         let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        let lines = 0..V::strip::<VECTORS>(self.b).len();
         // loop 2: k, one chain of multiply-adds per element of the register tile
-        for (k, b) in b.iter().enumerate() {
-            let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-            unrolled!(
-                r < ROWS,
-                v < VECTORS,
-                sums[r][v] = V::splat(a[r]).product(V::load(&b[v]), sums[r][v])
-            );
-        }
-        if let Some(rescale) = rescale {
-            unrolled!(
-                r < ROWS,
-                v < VECTORS,
-                V::load(&rescale[v])
-                    .multiply_add(V::load(&c[r][v]), sums[r][v])
-                    .store(&mut c[r][v])
-            );
-        } else if matches!(self.previous, Previous::Overwrite) {
-            // 0 + sums: a sum of −0 becomes 0, as where C holds 0
-            let zero = V::splat(A::ZERO);
-            unrolled!(r < ROWS, v < VECTORS, zero.plus(sums[r][v]).store(&mut c[r][v]));
-        } else {
-            unrolled!(
-                r < ROWS,
-                v < VECTORS,
-                V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v])
-            );
-        }
-        self.epilogue.after_register_tile();
+        self.sum::<V, VECTORS, 0, 0, VECTORS, VECTORS, ROWS>(first, lines, &mut sums);
+        self.update::<V, VECTORS, 0, VECTORS, ROWS>(first, &sums);
     }
 }
 
@@ -484,8 +417,8 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
     ) {
         for row in (0..self.c.len() / (VECTORS * V::WIDTH)).step_by(MAX_REGISTER_ROWS) {
             let mut sums = [[V::splat(A::ZERO)]; MAX_REGISTER_ROWS];
-            self.sum::<V, VECTORS, FIRST, 0, 1, 1>(row, rows.clone(), &mut sums);
-            self.update::<V, VECTORS, FIRST, 1>(row, &sums);
+            self.sum::<V, VECTORS, FIRST, 0, 1, 1, _>(row, rows.clone(), &mut sums);
+            self.update::<V, VECTORS, FIRST, 1, _>(row, &sums);
         }
     }
 
@@ -503,32 +436,33 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
             if both.is_empty() { low.end.max(high.start)..low.end.max(high.start) } else { both };
         for row in (0..self.c.len() / (VECTORS * V::WIDTH)).step_by(MAX_REGISTER_ROWS) {
             let mut sums = [[V::splat(A::ZERO); 2]; MAX_REGISTER_ROWS];
-            self.sum::<V, VECTORS, FIRST, 0, 1, 2>(
+            self.sum::<V, VECTORS, FIRST, 0, 1, 2, _>(
                 row,
                 low.start..low.end.min(both.start),
                 &mut sums,
             );
-            self.sum::<V, VECTORS, FIRST, 1, 1, 2>(
+            self.sum::<V, VECTORS, FIRST, 1, 1, 2, _>(
                 row,
                 high.start..high.end.min(both.start),
                 &mut sums,
             );
-            self.sum::<V, VECTORS, FIRST, 0, 2, 2>(row, both.clone(), &mut sums);
-            self.sum::<V, VECTORS, FIRST, 0, 1, 2>(
+            self.sum::<V, VECTORS, FIRST, 0, 2, 2, _>(row, both.clone(), &mut sums);
+            self.sum::<V, VECTORS, FIRST, 0, 1, 2, _>(
                 row,
                 low.start.max(both.end)..low.end,
                 &mut sums,
             );
-            self.sum::<V, VECTORS, FIRST, 1, 1, 2>(
+            self.sum::<V, VECTORS, FIRST, 1, 1, 2, _>(
                 row,
                 high.start.max(both.end)..high.end,
                 &mut sums,
             );
-            self.update::<V, VECTORS, FIRST, 2>(row, &sums);
+            self.update::<V, VECTORS, FIRST, 2, _>(row, &sums);
         }
     }
 
-    /// Continues the chains of `COUNT` vectors of C, from vector `FIRST + AT` on, over rows of B.
+    /// Continues the chains of `COUNT` vectors of `ROWS` rows of C, from vector `FIRST + AT` on, over
+    /// rows of B.
     #[inline(always)]
     fn sum<
         V: Vector<A>,
@@ -537,11 +471,12 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
         const AT: usize,
         const COUNT: usize,
         const WIDTH: usize,
+        const ROWS: usize,
     >(
         &self,
         row: usize,
         rows: Range<usize>,
-        sums: &mut [[V; WIDTH]; MAX_REGISTER_ROWS],
+        sums: &mut [[V; WIDTH]; ROWS],
     ) {
         if rows.is_empty() {
             return;
@@ -549,9 +484,9 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
         let a = &self.a[rows.start * self.stride + row..];
         let b = &V::strip::<VECTORS>(self.b)[rows];
         for (k, b) in b.iter().enumerate() {
-            let Some(a) = a[k * self.stride..].first_chunk::<MAX_REGISTER_ROWS>() else { break };
+            let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
             unrolled!(
-                r < MAX_REGISTER_ROWS,
+                r < ROWS,
                 v < COUNT,
                 sums[r][AT + v] =
                     V::splat(a[r]).product(V::load(&b[FIRST + AT + v]), sums[r][AT + v])
@@ -561,34 +496,36 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
 
     /// Adds sums to `WIDTH` vectors of C from vector `FIRST` on.
     #[inline(always)]
-    fn update<V: Vector<A>, const VECTORS: usize, const FIRST: usize, const WIDTH: usize>(
+    fn update<
+        V: Vector<A>,
+        const VECTORS: usize,
+        const FIRST: usize,
+        const WIDTH: usize,
+        const ROWS: usize,
+    >(
         &mut self,
         row: usize,
-        sums: &[[V; WIDTH]; MAX_REGISTER_ROWS],
+        sums: &[[V; WIDTH]; ROWS],
     ) {
         let rescale = self.previous.rescale().and_then(V::row::<VECTORS>);
-        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<MAX_REGISTER_ROWS>()
-        else {
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<ROWS>() else {
             return;
         };
         if let Some(rescale) = rescale {
             unrolled!(
-                r < MAX_REGISTER_ROWS,
+                r < ROWS,
                 v < WIDTH,
                 V::load(&rescale[FIRST + v])
                     .multiply_add(V::load(&c[r][FIRST + v]), sums[r][v])
                     .store(&mut c[r][FIRST + v])
             );
         } else if matches!(self.previous, Previous::Overwrite) {
+            // 0 + sums: a sum of −0 becomes 0, as where C holds 0
             let zero = V::splat(A::ZERO);
-            unrolled!(
-                r < MAX_REGISTER_ROWS,
-                v < WIDTH,
-                zero.plus(sums[r][v]).store(&mut c[r][FIRST + v])
-            );
+            unrolled!(r < ROWS, v < WIDTH, zero.plus(sums[r][v]).store(&mut c[r][FIRST + v]));
         } else {
             unrolled!(
-                r < MAX_REGISTER_ROWS,
+                r < ROWS,
                 v < WIDTH,
                 V::load(&c[r][FIRST + v]).plus(sums[r][v]).store(&mut c[r][FIRST + v])
             );
@@ -605,25 +542,26 @@ struct MaskedGemmTn<'a, A, B> {
     words: &'a [u64],
 }
 
-impl<A: Real, B> ArrayKernel for MaskedGemmTn<'_, A, B> {
+impl<A: Real, B> SimdKernel<A> for MaskedGemmTn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
         let GemmTn { a, stride, b, c, previous, .. } = self.gemm;
-        let b = strip::<A, VECTORS, WIDTH>(b);
-        let rescale = previous.rescale().and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
-        for (i, c) in strip_mut::<A, VECTORS, WIDTH>(c).iter_mut().enumerate() {
+        let b = V::strip::<VECTORS>(b);
+        let rescale = previous.rescale().and_then(V::row::<VECTORS>);
+        for (i, c) in V::strip_mut::<VECTORS>(c).iter_mut().enumerate() {
             unrolled!(v < VECTORS, {
-                let mut sums = [A::ZERO; WIDTH];
+                let mut sum = V::splat(A::ZERO);
                 for (k, (b, &word)) in b.iter().zip(self.words).enumerate() {
-                    let more = scaled_add::<A, FUSED, WIDTH>(a[k * stride + i], b[v], sums);
-                    sums = select(word, v * WIDTH, more, sums);
+                    let more = V::splat(a[k * stride + i]).multiply_add(V::load(&b[v]), sum);
+                    sum = more.select(word >> (v * V::WIDTH), sum);
                 }
-                c[v] = match rescale {
-                    Some(rescale) => multiply_add::<A, FUSED, WIDTH>(rescale[v], c[v], sums),
-                    None => zip(c[v], sums, |c, sum| c + sum),
-                };
+                let old = V::load(&c[v]);
+                match rescale {
+                    Some(rescale) => V::load(&rescale[v]).multiply_add(old, sum).store(&mut c[v]),
+                    None => old.plus(sum).store(&mut c[v]),
+                }
             });
         }
     }

@@ -1,6 +1,6 @@
 //! Blocking parameters: splits rows into tasks, and tasks into strips one register tile wide.
 //!
-//! RingShards of a tile: its queries, keys and strip, and where a pair lies in it.
+//! Coordinates of a tile: its queries, keys and strip, and where a pair lies in it.
 
 use std::ops::Range;
 
@@ -12,8 +12,9 @@ use crate::{
         isa::Isa,
     },
     tile::{
-        input::{Plane, TileInput},
-        pack::{PanelFormat, pack_lanes, padded},
+        bf16_pairs::PackPairLanes,
+        input::{Acc, Plane, TileInput},
+        pack::{PackLanes, PanelFormat, padded},
         tile_mask::{LaneAxis, TILE},
     },
 };
@@ -176,8 +177,9 @@ impl Geometry {
         first..first + coord.width * dim
     }
 
-    /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes
-    /// ([`pack_lanes`]).
+    /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes, one vector
+    /// per lane. With bf16 pairs, each row of the strip holds pairs of neighbouring dims. Lanes
+    /// without a vector are 0.
     pub(crate) fn pack_strip<E: TileInput>(
         &self,
         plane: Plane<'_, E>,
@@ -185,13 +187,29 @@ impl Geometry {
         width: usize,
         strip: &mut [E::Accumulator],
     ) {
-        pack_lanes(self.token, plane, rows, width, strip, self.bf16_pairs);
+        if self.bf16_pairs {
+            Acc::<E>::run(self.token, 1, PackPairLanes { plane, rows, width, strip });
+        } else {
+            Acc::<E>::run_kernel(self.token, 1, PackLanes { plane, rows, width, strip });
+        }
     }
 
     /// Returns the query heads of the group of KV head `kv_head`.
     pub(crate) const fn heads(&self, kv_head: usize) -> Range<usize> {
         let group = self.dims.group();
         kv_head * group..(kv_head + 1) * group
+    }
+
+    /// Iterates over the query heads of a group: one by one if masks are `per_head`, else all at
+    /// once.
+    pub(crate) fn heads_with_one_mask(
+        &self,
+        kv_head: usize,
+        per_head: bool,
+    ) -> impl Iterator<Item = Range<usize>> + use<> {
+        let heads = self.heads(kv_head);
+        let step = if per_head { 1 } else { heads.len() };
+        heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
     /// Returns the rows of a strip of q, k or their gradients: head_dim padded to whole register
@@ -207,7 +225,7 @@ impl Geometry {
     }
 }
 
-/// RingShards of a tile within a task.
+/// Coordinates of a tile within a task.
 #[derive(Debug, Clone)]
 pub(crate) struct TileCoord {
     pub(crate) batch: usize,

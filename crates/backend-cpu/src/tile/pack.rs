@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! Panel::fill:          rows of a tensor  →  [rows][dim padded]         the broadcast operand A
-//! pack_lanes:           rows of a tensor  →  [dim][lanes] (transposed)  the vector operand B, a
+//! PackLanes:            rows of a tensor  →  [dim][lanes] (transposed)  the vector operand B, a
 //!                                                                       strip
 //! each_lane, LaneRows:  [dim][lanes]      →  rows again
 //! ```
@@ -20,14 +20,13 @@ use crate::{
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         element::Float,
         isa::prefetch_l1,
-        lanes::unrolled,
-        vector::{MAX_LANES, Vector},
+        vector::{MAX_LANES, Vector, unrolled},
     },
     tile::{
         aligned::Aligned,
-        bf16_pairs::{PackPairLanes, PackPairs, pairs_of},
+        bf16_pairs::{PackPairs, pairs_of},
         input::{Plane, TileInput, TileSource},
-        tile_mask::TILE,
+        tile_mask::{TILE, TileMask},
     },
 };
 
@@ -41,19 +40,27 @@ pub(crate) const fn padded_dim<A: Real>(dim: usize) -> usize {
     dim.next_multiple_of(A::WIDTH)
 }
 
-/// Packed vectors, one per row: the broadcast operand. Elements beyond the dim and rows that were
-/// never packed are 0.
-#[derive(Debug)]
-pub(crate) struct Panel<A> {
-    elements: Aligned<A>,
-    stride: usize,
-    finite: bool,
+/// Vectors, one per row: the broadcast operand of a product.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PanelRows<L> {
+    elements: L,
+    /// Elements between two rows.
+    pub(crate) stride: usize,
+    /// True if no element is NaN or infinite.
+    pub(crate) finite: bool,
     /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
-    pairs: bool,
+    pub(crate) pairs: bool,
     /// Pairs along the rows, two rows per line, for [`PanelFormat::InterleavedPairs`]; else empty.
-    interleaved: Aligned<A>,
-    interleaved_stride: usize,
+    interleaved: L,
+    /// Elements between two rows of [`PanelView::reduction_rows`].
+    pub(crate) reduction_stride: usize,
 }
+
+/// Packed vectors. Elements beyond the dim and rows that were never packed are 0.
+pub(crate) type Panel<A> = PanelRows<Aligned<A>>;
+
+/// Rows of a [`Panel`], or rows of a caller's tensor or of a block, read in place.
+pub(crate) type PanelView<'a, A> = PanelRows<&'a [A]>;
 
 /// Format of a panel's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,16 +90,10 @@ impl<A: Real> Panel<A> {
         let interleaved =
             if format == PanelFormat::InterleavedPairs { rows.div_ceil(2) * stride } else { 0 };
         let interleaved = Aligned::zeroed(interleaved)?;
-        let interleaved_stride = stride;
+        let reduction_stride = stride;
         let stride = if pairs { padded(dim.div_ceil(2)) } else { stride };
-        Ok(Self {
-            elements: Aligned::zeroed(rows * stride)?,
-            stride,
-            finite: true,
-            pairs,
-            interleaved,
-            interleaved_stride,
-        })
+        let elements = Aligned::zeroed(rows * stride)?;
+        Ok(Self { elements, stride, finite: true, pairs, interleaved, reduction_stride })
     }
 
     /// Returns the heap bytes.
@@ -102,14 +103,8 @@ impl<A: Real> Panel<A> {
 
     /// Returns the packed rows as an operand of a product.
     pub(crate) fn view(&self) -> PanelView<'_, A> {
-        PanelView {
-            elements: &self.elements,
-            stride: self.stride,
-            finite: self.finite,
-            pairs: self.pairs,
-            interleaved: &self.interleaved,
-            interleaved_stride: self.interleaved_stride,
-        }
+        let Self { ref elements, stride, finite, pairs, ref interleaved, reduction_stride } = *self;
+        PanelView { elements, stride, finite, pairs, interleaved, reduction_stride }
     }
 
     /// Packs the vectors `rows` of one head, at most as many as there is room for.
@@ -122,19 +117,15 @@ impl<A: Real> Panel<A> {
         rows: Range<usize>,
     ) {
         if self.pairs {
-            let rows_of_pairs = &mut self.elements[..];
-            let stride = self.stride;
-            let interleaved = &mut self.interleaved[..];
-            let interleaved_stride = self.interleaved_stride;
             let kernel = PackPairs {
                 source,
                 batch,
                 head,
                 rows,
-                rows_of_pairs,
-                stride,
-                interleaved,
-                interleaved_stride,
+                rows_of_pairs: &mut self.elements,
+                stride: self.stride,
+                interleaved: &mut self.interleaved,
+                interleaved_stride: self.reduction_stride,
             };
             self.finite = A::run(token, 1, kernel);
         } else {
@@ -144,20 +135,6 @@ impl<A: Real> Panel<A> {
             self.finite = A::run_kernel(token, 1, PackPanel { plane, rows, stride, into });
         }
     }
-}
-
-/// Rows of vectors, the broadcast operand of a product: those of a [`Panel`], or rows of a caller's
-/// tensor or of a block, read in place.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PanelView<'a, A> {
-    elements: &'a [A],
-    stride: usize,
-    finite: bool,
-    /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
-    pairs: bool,
-    /// See [`Panel`].
-    interleaved: &'a [A],
-    interleaved_stride: usize,
 }
 
 /// Maximum number of products with a tile's rows, above which it is packed. A packed tile is read
@@ -188,7 +165,7 @@ impl<'a, A: Real> PanelView<'a, A> {
             finite: true,
             pairs: false,
             interleaved: &[],
-            interleaved_stride: stride,
+            reduction_stride: stride,
         })
     }
 
@@ -199,27 +176,13 @@ impl<'a, A: Real> PanelView<'a, A> {
         Self { finite: A::run_kernel(token, 1, ProbeRows { elements, stride, dim }), ..self }
     }
 
-    pub(crate) const fn stride(&self) -> usize {
-        self.stride
-    }
-
-    /// True if the elements are pairs of bf16.
-    pub(crate) const fn holds_pairs(&self) -> bool {
-        self.pairs
-    }
-
-    /// Returns the distance between the rows of [`PanelView::reduction_rows`].
-    pub(crate) const fn reduction_stride(&self) -> usize {
-        self.interleaved_stride
-    }
-
     /// Returns the operand of a product that sums over the rows `rows`: these rows or, for pairs of
     /// bf16, lines that hold two rows each.
     pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &'a [A] {
         if self.pairs {
             let pairs = pairs_of(rows);
             &self.interleaved
-                [pairs.start * self.interleaved_stride..pairs.end * self.interleaved_stride]
+                [pairs.start * self.reduction_stride..pairs.end * self.reduction_stride]
         } else {
             self.rows(rows.clone())
         }
@@ -229,10 +192,51 @@ impl<'a, A: Real> PanelView<'a, A> {
     pub(crate) fn rows(&self, rows: Range<usize>) -> &'a [A] {
         &self.elements[rows.start * self.stride..self.elements.len().min(rows.end * self.stride)]
     }
+}
 
-    /// True if no element is NaN or infinite.
-    pub(crate) const fn finite(&self) -> bool {
-        self.finite
+/// Two operands of a tile that are read in place: K and V, or Q and dO.
+pub(crate) struct PanelsInPlace<'a, A> {
+    panels: [PanelView<'a, A>; 2],
+    /// Lengths of their vectors.
+    dims: [usize; 2],
+    /// True for panels that are known to be finite or not.
+    is_probed: [bool; 2],
+}
+
+impl<'a, A: Real> PanelsInPlace<'a, A> {
+    /// Returns the rows `rows` of two planes, of which `uses` products each are computed; `None` if
+    /// they have to be packed.
+    pub(crate) fn new<E: TileInput<Accumulator = A>>(
+        planes: [Plane<'a, E>; 2],
+        rows: &Range<usize>,
+        dims: [usize; 2],
+        uses: usize,
+    ) -> Option<Self> {
+        if uses > MAX_USES_IN_PLACE {
+            return None;
+        }
+        let [first, second] = planes.map(|plane| PanelView::in_place(plane, rows));
+        Some(Self { panels: [first?, second?], dims, is_probed: [false; 2] })
+    }
+
+    /// Returns a panel for a product of vectors, which needs no knowledge of its elements.
+    pub(crate) const fn panel(&self, index: usize) -> PanelView<'a, A> {
+        self.panels[index]
+    }
+
+    /// Returns a panel for a product that sums over its rows. Reads it first if masked pairs of the
+    /// tile have to be skipped where an element is not finite.
+    pub(crate) fn reduction_panel(
+        &mut self,
+        index: usize,
+        token: IsaToken,
+        tile_mask: &TileMask,
+    ) -> PanelView<'a, A> {
+        let has_masked = tile_mask.words().is_some();
+        if has_masked && !std::mem::replace(&mut self.is_probed[index], true) {
+            self.panels[index] = self.panels[index].probed(token, self.dims[index]);
+        }
+        self.panels[index]
     }
 }
 
@@ -318,29 +322,11 @@ const UNROLL: usize = 2;
 
 /// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes, one vector per
 /// lane.
-///
-/// With `pairs`, each row of the strip holds pairs of neighbouring dims. Lanes without a vector are
-/// 0.
-pub(crate) fn pack_lanes<E: TileInput>(
-    token: IsaToken,
-    plane: Plane<'_, E>,
-    rows: Range<usize>,
-    width: usize,
-    strip: &mut [E::Accumulator],
-    pairs: bool,
-) {
-    if pairs {
-        <E::Accumulator as Real>::run(token, 1, PackPairLanes { plane, rows, width, strip });
-    } else {
-        <E::Accumulator as Real>::run_kernel(token, 1, PackLanes { plane, rows, width, strip });
-    }
-}
-
-struct PackLanes<'a, 's, E: TileInput> {
-    plane: Plane<'s, E>,
-    rows: Range<usize>,
-    width: usize,
-    strip: &'a mut [E::Accumulator],
+pub(crate) struct PackLanes<'a, 's, E: TileInput> {
+    pub(crate) plane: Plane<'s, E>,
+    pub(crate) rows: Range<usize>,
+    pub(crate) width: usize,
+    pub(crate) strip: &'a mut [E::Accumulator],
 }
 
 impl<E: TileInput> SimdKernel<E::Accumulator> for PackLanes<'_, '_, E> {

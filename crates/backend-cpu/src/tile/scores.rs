@@ -17,8 +17,8 @@ use ndarray::ArrayView4;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, Real},
-        lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
+        dispatch::{ArrayKernel, IsaToken, Real, SimdKernel},
+        vector::{self, Vector, map, strip, strip_mut, unrolled, zip},
     },
     tile::{
         bias::load_bias,
@@ -105,7 +105,7 @@ impl<A: Real> Scores<'_, A> {
             };
             if let Some((into, value)) = fill {
                 let kernel = MaskFill { tile: &mut into[span], words, value };
-                A::run(self.token, coord.vectors, kernel);
+                A::run_kernel(self.token, coord.vectors, kernel);
             }
         }
     }
@@ -128,7 +128,7 @@ impl<A: Real> Scores<'_, A> {
             words: &words[rows.clone()],
             keep_scale: A::from_f64(mask.keep_scale()),
         };
-        A::run(self.token, coord.vectors, expand);
+        A::run_kernel(self.token, coord.vectors, expand);
         true
     }
 
@@ -233,7 +233,7 @@ impl<A: Real> ArrayKernel for ScoreEpilogue<'_, A> {
         let tile = strip_mut::<A, 1, WIDTH>(self.tile);
         let bias = self.bias.map(strip::<A, 1, WIDTH>);
         let mut soft_cap_slope = self.soft_cap_slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
-        for (index, [x]) in each_row_mut(tile).enumerate() {
+        for (index, [x]) in vector::opaque_rows(tile).enumerate() {
             if let Some(dtype) = self.round {
                 *x = map(*x, |x| x.rounded(dtype));
             }
@@ -265,14 +265,17 @@ struct MaskFill<'a, A> {
     words: &'a [u64],
 }
 
-impl<A: Real> ArrayKernel for MaskFill<'_, A> {
+impl<A: Real> SimdKernel<A> for MaskFill<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        for (row, &word) in each_row_mut(strip_mut::<A, VECTORS, WIDTH>(self.tile)).zip(self.words)
-        {
-            unrolled!(v < VECTORS, row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]));
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let value = V::splat(self.value);
+        let rows = vector::each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(self.tile));
+        for (row, &word) in rows.zip(self.words) {
+            unrolled!(v < VECTORS, {
+                V::load(&row[v]).select(word >> (v * V::WIDTH), value).store(&mut row[v]);
+            });
         }
     }
 }

@@ -25,9 +25,8 @@
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, Real, SimdKernel},
-        lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
-        vector::{self, MAX_LANES, Vector},
+        dispatch::{Real, SimdKernel},
+        vector::{self, MAX_LANES, Vector, unrolled},
     },
     tile::tile_mask::RowRanges,
 };
@@ -217,14 +216,15 @@ pub(crate) struct MultiplyTile<'a, A> {
     pub(crate) by: &'a [A],
 }
 
-impl<A: Real> ArrayKernel for MultiplyTile<'_, A> {
+impl<A: Real> SimdKernel<A> for MultiplyTile<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let tile = strip_mut::<A, VECTORS, WIDTH>(self.tile);
-        for (row, by) in each_row_mut(tile).zip(strip::<A, VECTORS, WIDTH>(self.by)) {
-            unrolled!(v < VECTORS, row[v] = zip(row[v], by[v], |a, b| a * b));
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let tile = V::strip_mut::<VECTORS>(self.tile);
+        let rows = vector::each_row_mut::<A, V, _>(tile).zip(V::strip::<VECTORS>(self.by));
+        for (row, by) in rows {
+            unrolled!(v < VECTORS, V::load(&row[v]).times(V::load(&by[v])).store(&mut row[v]));
         }
     }
 }

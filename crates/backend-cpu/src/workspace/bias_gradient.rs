@@ -163,6 +163,11 @@ impl<A: Real> BiasGradient<A> {
         !self.owners.by_block
     }
 
+    /// True if the bias is broadcast along heads.
+    pub(crate) const fn is_shared_by_heads(&self) -> bool {
+        self.owners.kv_heads == 1 && self.heads == 1
+    }
+
     /// True if the bias is broadcast along keys.
     pub(crate) const fn over_keys(&self) -> bool {
         self.over_keys

@@ -1,25 +1,89 @@
-//! Memory of split-KV decode: partial results of the splits, and scratch of a thread.
-//!
-//! Row statistics of backward: per-query quantities that forward left or that are computed before
-//! the first tile.
-//!
-//! ```text
-//! normalised:     delta = ⟨dout, out⟩ − dlse                          max, 1/sum
-//! unnormalised:   delta = −dlse     share = ⟨dout, out⟩ / ties        max, 1/sum
-//! ```
-//! ⟨dout, out⟩ is ⟨dout, out⟩ + ⟨dout, out_residual⟩ if the caller has kept the rounding residual.
-//! A row without visible keys and sinks has max = +∞ and 1/sum = 0, so that its probabilities are 0
-//! whatever its scores.
+//! Memory of split-KV decode: partial results of the splits, and scratch of a thread. GQA packing:
+//! the queries of a KV head's group as blocks of packed rows.
 
 use std::ops::Range;
 
-use annulus_core::{Result, Spec, memory};
+use annulus_core::{Result, Spec};
 
 use crate::{
-    decode::packed_queries::MAX_PACKED,
-    simd::dispatch::{IsaToken, Real},
-    tile::{aligned::Aligned, geometry::Geometry, pack::padded_dim, tile_mask::TILE},
+    simd::{
+        dispatch::{IsaToken, Real},
+        vector::MAX_LANES,
+    },
+    tile::{
+        aligned::{Aligned, list_bytes},
+        geometry::Geometry,
+        pack::padded_dim,
+        tile_mask::TILE,
+    },
 };
+
+/// Maximum packed rows per block, with 32 registers.
+pub(crate) const MAX_PACKED: usize = 4;
+
+pub(crate) const TWO: usize = 2;
+pub(crate) const ONE: usize = 1;
+
+/// Packed rows of one KV head, in blocks that are processed in lockstep. Each block is a strip,
+/// `[dim / lanes][packed rows][lanes]`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PackedQueries {
+    len: usize,
+    max_block_len: usize,
+}
+
+impl PackedQueries {
+    /// Describes the packed rows of a group with `queries` queries.
+    pub(crate) const fn of_group(geometry: &Geometry, queries: usize) -> Self {
+        let max_block_len = match (geometry.token.max_vectors(), geometry.lanes(1)) {
+            (MAX_PACKED.., MAX_LANES) => MAX_PACKED,
+            // f64 vectors are left to the compiler, which takes two registers for each
+            (MAX_PACKED.., _) => TWO,
+            _ => ONE,
+        };
+        Self { len: geometry.dims.group() * queries, max_block_len }
+    }
+
+    /// Returns the number of packed rows.
+    #[inline]
+    pub(crate) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns the length of the block that starts with packed row `first`: [`MAX_PACKED`], two or
+    /// one packed rows; 0 after the last block.
+    #[inline(always)]
+    pub(crate) const fn block_len(&self, first: usize) -> usize {
+        let left = self.len.saturating_sub(first);
+        let mut count = self.max_block_len;
+        while count > left {
+            count /= 2;
+        }
+        count
+    }
+
+    /// Iterates over the blocks in order.
+    fn blocks(self) -> impl Iterator<Item = Range<usize>> {
+        let block = move |first| Some(first..first + self.block_len(first));
+        let blocks = std::iter::successors(block(0), move |last: &Range<usize>| block(last.end));
+        blocks.take_while(|block| !block.is_empty())
+    }
+
+    /// Returns the element ranges, one per register, of the vector of length `dim` of one packed
+    /// row. The last is padded.
+    pub(crate) fn vectors<A: Real>(
+        self,
+        packed_row: usize,
+        dim: usize,
+    ) -> impl Iterator<Item = Range<usize>> {
+        let block = self.blocks().find(|block| block.contains(&packed_row)).unwrap_or_default();
+        let first =
+            block.start * padded_dim::<A>(dim) + packed_row.saturating_sub(block.start) * A::WIDTH;
+        (0..dim.div_ceil(A::WIDTH))
+            .map(move |vector| first + vector * block.len() * A::WIDTH)
+            .map(|first| first..first + A::WIDTH)
+    }
+}
 
 /// Maximum splits of a block of keys. More splits balance better over threads; fewer need less
 /// memory for partial results.
@@ -34,7 +98,7 @@ pub(crate) struct SplitPartial<A> {
     /// `[packed rows]`: query heads, and the queries of each.
     pub(crate) max: Aligned<A>,
     pub(crate) sum: Aligned<A>,
-    /// `[KV heads]` of packed queries (`decode/kernels.rs`) of vectors of length value_dim.
+    /// `[KV heads]` of packed queries of vectors of length value_dim.
     pub(crate) out: Aligned<A>,
 }
 
@@ -47,7 +111,7 @@ pub(crate) struct Decode<A> {
 /// Scratch of one thread for decode.
 #[derive(Debug)]
 pub(crate) struct DecodeScratch<A> {
-    /// `[KV heads]` of packed queries (`decode/kernels.rs`) of vectors of length head_dim.
+    /// `[KV heads]` of packed queries of vectors of length head_dim.
     pub(crate) q: Aligned<A>,
     /// Scores, then probabilities: `[packed rows][keys of a tile]`.
     pub(crate) tile: Aligned<A>,
@@ -79,6 +143,12 @@ pub(crate) const fn tile_keys(geometry: &Geometry) -> usize {
 }
 
 impl<A: Real> DecodeScratch<A> {
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let Self { q, tile, products, rescale } = self;
+        [q, tile, products, rescale].map(Aligned::bytes).iter().sum()
+    }
+
     /// Allocates scratch for `queries` queries (0: none).
     pub(crate) fn new(geometry: &Geometry, queries: usize) -> Result<Self> {
         let packed = geometry.dims.q_heads * queries;
@@ -97,6 +167,14 @@ pub(crate) fn split_keys(keys: usize) -> usize {
 }
 
 impl<A: Real> Decode<A> {
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let of_split = |SplitPartial { max, sum, out }: &SplitPartial<A>| {
+            [max, sum, out].map(Aligned::bytes).iter().sum::<usize>()
+        };
+        list_bytes(&self.partials) + self.partials.iter().map(of_split).sum::<usize>()
+    }
+
     /// Allocates partial results for `queries` queries and blocks of up to `keys` keys.
     pub(crate) fn new(geometry: &Geometry, queries: usize, keys: usize) -> Result<Self> {
         let dims = geometry.dims;
@@ -110,73 +188,34 @@ impl<A: Real> Decode<A> {
     }
 }
 
-/// Row statistics of all local queries, each `[b, q_heads, q rows]`; see [`Spec::ROW_STATISTICS`].
-/// `share` is empty if the output is normalised.
-#[derive(Debug, Default)]
-pub(crate) struct RowStatistics<A> {
-    pub(crate) rows: usize,
-    pub(crate) max: Vec<A>,
-    pub(crate) inverse_sum: Vec<A>,
-    pub(crate) delta: Vec<A>,
-    pub(crate) share: Vec<A>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl<A: Real> RowStatistics<A> {
-    pub(crate) fn new(spec: &Spec, rows: usize) -> Result<Self> {
-        let head_count = spec.dims.batch * spec.dims.q_heads;
-        let list = |wanted: bool| {
-            let len = if wanted { head_count * rows } else { 0 };
-            memory::filled("row statistics", len, A::ZERO)
-        };
-        Ok(Self {
-            rows,
-            max: list(true)?,
-            inverse_sum: list(true)?,
-            delta: list(true)?,
-            share: list(!spec.normalize)?,
-        })
-    }
-
-    /// Returns `[max, 1/sum, delta, share]` of one row, with 0 for a share that is not stored.
-    /// `head_index` is batch row · q_heads + head.
-    pub(crate) fn of(&self, head_index: usize, row: usize) -> [A; Spec::ROW_STATISTICS] {
-        let at = |list: &[A]| list.get(head_index * self.rows + row).copied().unwrap_or(A::ZERO);
-        [at(&self.max), at(&self.inverse_sum), at(&self.delta), at(&self.share)]
-    }
-
-    /// Loads the statistics of rows `rows` of one head.
-    pub(crate) fn load(&self, head_index: usize, rows: Range<usize>, into: &mut TileStatistics<A>) {
-        for (index, row) in rows.enumerate() {
-            into.set(index, self.of(head_index, row));
+    #[test]
+    fn blocks_cover_all_packed_queries_and_their_vectors() {
+        for (len, max_block_len, want) in [
+            (1, 4, vec![1]),
+            (3, 4, vec![2, 1]),
+            (7, 4, vec![4, 2, 1]),
+            (12, 4, vec![4, 4, 4]),
+            (3, 1, vec![1, 1, 1]),
+        ] {
+            let packed = PackedQueries { len, max_block_len };
+            assert_eq!(packed.blocks().map(|block| block.len()).collect::<Vec<_>>(), want);
+            let mut elements: Vec<usize> = (0..len)
+                .flat_map(|packed_row| packed.vectors::<f32>(packed_row, 40).flatten())
+                .collect();
+            elements.sort_unstable();
+            assert!(elements.iter().copied().eq(0..len * padded_dim::<f32>(40)));
         }
-    }
-}
-
-/// Row statistics of up to [`crate::tile::tile_mask::TILE`] queries as the kernels read them: one
-/// array per quantity of [`annulus_core::Spec::ROW_STATISTICS`].
-#[derive(Debug)]
-pub(crate) struct TileStatistics<A> {
-    pub(crate) max: Aligned<A>,
-    pub(crate) inverse_sum: Aligned<A>,
-    pub(crate) delta: Aligned<A>,
-    pub(crate) share: Aligned<A>,
-}
-
-impl<A: Real> TileStatistics<A> {
-    pub(crate) fn new(rows: usize) -> Result<Self> {
-        let lane = || Aligned::zeroed(rows);
-        Ok(Self { max: lane()?, inverse_sum: lane()?, delta: lane()?, share: lane()? })
-    }
-
-    /// Stores the statistics of one row.
-    pub(crate) fn set(
-        &mut self,
-        index: usize,
-        [max, inverse_sum, delta, share]: [A; Spec::ROW_STATISTICS],
-    ) {
-        self.max[index] = max;
-        self.inverse_sum[index] = inverse_sum;
-        self.delta[index] = delta;
-        self.share[index] = share;
+        // in a block of four, the registers of one packed row are four vectors apart
+        let products = |packed_row| {
+            PackedQueries { len: 7, max_block_len: 4 }
+                .vectors::<f32>(packed_row, 32)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(products(3), [48..64, 112..128]);
+        assert_eq!(products(6), [192..208, 208..224]);
     }
 }

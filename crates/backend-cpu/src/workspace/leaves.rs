@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Error, LeafMerges, RankLeaves, Result, Rows, Spec, memory};
+use annulus_core::{Error, LeafMerges, RankLeaves, RankShard, Result, Rows, Spec, memory};
 
 use crate::{
     simd::dispatch::Real,
@@ -99,6 +99,29 @@ pub(crate) struct ArrivingKeys<'a> {
     pub(crate) arrivals: &'a LeafArrivals,
 }
 
+/// Part of a block of keys that a task over queries computes at once: a leaf, or the whole block if
+/// the order is not reproducible.
+pub(crate) struct BlockPart<'a> {
+    /// Leaf that is complete when this one starts: the merges, and the number of its step.
+    pub(crate) closes: Option<(&'a LeafMerges, usize)>,
+    /// KV tiles of the leaf.
+    pub(crate) tiles: Option<&'a [Range<usize>]>,
+}
+
+impl<'a> BlockPart<'a> {
+    /// Iterates over the parts of a block.
+    pub(crate) fn of(arriving: Option<ArrivingKeys<'a>>) -> impl Iterator<Item = Self> {
+        let whole = arriving.is_none().then_some(Self { closes: None, tiles: None });
+        let leaves = arriving.into_iter().flat_map(|ArrivingKeys { merges, arrivals }| {
+            arrivals.leaves().iter().map(move |leaf| Self {
+                closes: leaf.closes.map(|step| (merges, step)),
+                tiles: Some(&arrivals.tiles[leaf.tiles.clone()]),
+            })
+        });
+        whole.into_iter().chain(leaves)
+    }
+}
+
 impl LeafArrivals {
     /// Starts a pass.
     pub(crate) const fn begin(&mut self) {
@@ -115,9 +138,18 @@ impl LeafArrivals {
         &self.leaves
     }
 
-    /// Returns the KV tiles of a leaf.
-    pub(crate) fn tiles(&self, leaf: &LeafKeys) -> &[Range<usize>] {
-        &self.tiles[leaf.tiles.clone()]
+    /// Divides the next block of keys into leaves, if the order is reproducible.
+    ///
+    /// # Errors
+    /// As [`LeafArrivals::refill`].
+    pub(crate) fn arrive<'a>(
+        &'a mut self,
+        shard: &'a RankShard,
+        rows: &Rows,
+    ) -> Result<Option<ArrivingKeys<'a>>> {
+        let Some(plan) = &shard.leaves else { return Ok(None) };
+        self.refill(&plan.keys, plan.rows, rows)?;
+        Ok(Some(ArrivingKeys { merges: &plan.keys, arrivals: self }))
     }
 
     /// Divides the next block of keys into leaves, and these into KV tiles, by row numbers. A block
@@ -125,12 +157,7 @@ impl LeafArrivals {
     ///
     /// # Errors
     /// [`Error::Internal`] for a leaf that the plan does not expect here.
-    pub(crate) fn refill(
-        &mut self,
-        merges: &LeafMerges,
-        leaf_rows: u64,
-        rows: &Rows,
-    ) -> Result<()> {
+    fn refill(&mut self, merges: &LeafMerges, leaf_rows: u64, rows: &Rows) -> Result<()> {
         const WHAT: &str = "the leaves of a block";
         self.leaves.clear();
         self.tiles.clear();
@@ -358,7 +385,9 @@ mod tests {
         let mut divide = |numbers: Vec<u64>| {
             arrivals.refill(&merges, 128, &rows(numbers))?;
             let ends = |tile: &Range<usize>| [tile.start, tile.end];
-            let tiles = |leaf: &LeafKeys| arrivals.tiles(leaf).iter().map(ends).collect::<Vec<_>>();
+            let tiles = |leaf: &LeafKeys| {
+                arrivals.tiles[leaf.tiles.clone()].iter().map(ends).collect::<Vec<_>>()
+            };
             let leaf = |leaf: &LeafKeys| (leaf.closes, tiles(leaf));
             Ok::<_, Error>(arrivals.leaves().iter().map(leaf).collect::<Vec<_>>())
         };

@@ -104,6 +104,13 @@ impl<A> QueryBlock<A> {
 }
 
 impl<A: Real> QueryBlock<A> {
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let Self { sums, max, sum, ties, leaves, kept_q, .. } = self;
+        let lists = [sums, max, sum, ties].map(Aligned::bytes);
+        lists.iter().sum::<usize>() + leaves.bytes() + kept_q.bytes()
+    }
+
     /// Resets the statistics before the first visible tile of a leaf. Sums are zeroed with the
     /// first tile of each strip.
     pub(crate) fn fill_leaf(&mut self) {
@@ -241,7 +248,7 @@ pub(crate) struct QueryTask<'a, A> {
     pub(crate) kv_head: usize,
     pub(crate) rows: Range<usize>,
     /// All blocks but the last have as many rows as the first.
-    blocks: &'a mut [QueryBlock<A>],
+    pub(crate) blocks: &'a mut [QueryBlock<A>],
 }
 
 impl<'a, A> QueryTask<'a, A> {
@@ -264,11 +271,6 @@ impl<'a, A> QueryTask<'a, A> {
             rows: first.rows.start..last.rows.end,
             blocks,
         })
-    }
-
-    /// Returns the blocks of the task.
-    pub(crate) const fn blocks(&mut self) -> &mut [QueryBlock<A>] {
-        self.blocks
     }
 
     /// Exchanges the accumulator of the task, if it is one block, for `sums`, which is at least as

@@ -15,7 +15,7 @@ use crate::{
         input::{Acc, TileInput, TileSource, array, elements, elements_mut},
         tile_mask::TILE,
     },
-    workspace::state::{PassState, Summed},
+    workspace::state::PassState,
 };
 
 /// Returns the bytes of a buffer, or an error if another owner (a transfer in flight) still holds
@@ -25,7 +25,7 @@ pub(crate) fn bytes_mut(buffer: &mut HostBuffer) -> Result<&mut [u8]> {
 }
 
 /// Writes K and V of the local keys `sent` as records of [`Spec::kv_row_layout`].
-pub(crate) fn pack<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn pack<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
@@ -103,7 +103,7 @@ fn write_vector<E: Element>(vector: ArrayView1<'_, E>, into: &mut [u8]) {
 
 /// Writes q, dout and row statistics, and rows of the bias and the dense mask that are sent with
 /// them, as records of [`RankShard::query_row_layout`].
-pub(crate) fn pack_queries<E: TileInput<Accumulator: Summed>>(
+pub(crate) fn pack_queries<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &BackwardInputs<HostView<'_>>,
@@ -138,7 +138,8 @@ pub(crate) fn pack_queries<E: TileInput<Accumulator: Summed>>(
             for (line, into) in
                 (0..lines).zip(numbers.chunks_exact_mut(Spec::ROW_STATISTICS * size_of::<Acc<E>>()))
             {
-                into.copy_from_slice(bytemuck::cast_slice(&statistics.of(line, row)));
+                let statistics = statistics.of(line, row..row + 1);
+                into.copy_from_slice(bytemuck::cast_slice(statistics));
             }
         }
     });

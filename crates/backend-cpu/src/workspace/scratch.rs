@@ -7,17 +7,14 @@ use annulus_core::{QueryTile, Result, Spec, TileBits};
 use crate::{
     simd::dispatch::Real,
     tile::{
-        aligned::Aligned,
+        aligned::{Aligned, list_bytes},
         ds_tile::DsTile,
         geometry::Geometry,
         pack::Panel,
         prefetch::Prefetcher,
         tile_mask::{TILE, TileMask, TileMaskCache},
     },
-    workspace::{
-        bias_gradient::BiasGradient,
-        decode::{DecodeScratch, TileStatistics},
-    },
+    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
 };
 
 /// Tiles of one thread: [`TILE`] rows, one strip wide.
@@ -120,6 +117,7 @@ impl<A: Real> ThreadScratch<A> {
         let lanes = q_lanes.max(k_lanes);
         let gradient = |elements: usize| if backward { elements } else { 0 };
         let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
+        let statistic = || Aligned::zeroed(gradient(TILE.max(strip)));
         Ok(Self {
             rows_head: Panel::new(head, geometry.panel_format(backward))?,
             rows_value: Panel::new(value, geometry.panel_format(true))?,
@@ -147,7 +145,7 @@ impl<A: Real> ThreadScratch<A> {
             },
             tile_max: Aligned::zeroed(strip)?,
             rescale: Aligned::zeroed(strip)?,
-            statistics: TileStatistics::new(gradient(TILE.max(strip)))?,
+            statistics: [statistic()?, statistic()?, statistic()?, statistic()?],
             decode: DecodeScratch::new(geometry, decode_queries)?,
             prefetcher: Prefetcher::default(),
             task_queries: None,
@@ -163,6 +161,25 @@ impl<A: Real> ThreadScratch<A> {
             near_sums: Aligned::default(),
             head_mask: TileMask::default(),
         })
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let Tiles { s, dp, soft_cap_slope, extra } = &self.tiles;
+        let lanes = [&self.lanes_head, &self.lanes_value, &self.tile_max, &self.rescale];
+        let sums = [&self.sums_head, &self.sums_value, &self.sums_bias, &self.near_sums];
+        let arrays = [s, dp, soft_cap_slope, extra].into_iter().chain(&self.statistics);
+        let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
+        arrays.chain(lanes).chain(sums).map(Aligned::bytes).sum::<usize>()
+            + panels.map(Panel::bytes).iter().sum::<usize>()
+            + self.decode.bytes()
+            + self.ds_tile.bytes()
+            + list_bytes(&self.filled)
+            + list_bytes(&self.summed)
+            + list_bytes(&self.written)
+            + list_bytes(&self.last_keys)
+            + self.task_tile.bytes()
+            + self.mask_cache.bytes()
     }
 
     /// Clears what was computed for the task's queries and the keys of one block.

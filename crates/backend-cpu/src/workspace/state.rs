@@ -6,7 +6,7 @@
 //! * for each local query and query head, value_dim + 2 numbers. With a backward pass the vector is
 //!   max(value_dim, head_dim) long, because dq accumulates in the same memory;
 //! * about 100 bytes per 64 queries for the bounds of their keys;
-//! * for a backward pass, 2 more numbers per query and head (4 if the output is not normalised),
+//! * for a backward pass, 4 more numbers per query and head,
 //!   about 100 bytes per query for its visibility and, with a bias, one number per element of
 //!   dbias;
 //! * in the reproducible order, value_dim + 2 numbers per query and head (3 if the output is not
@@ -21,7 +21,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use annulus_core::{DType, DenseMask, Error, QueryTile, RankShard, Result, Rows, memory};
+use annulus_core::{DType, DenseMask, QueryTile, RankShard, Result, Rows, memory};
 
 use crate::{
     simd::{
@@ -30,20 +30,32 @@ use crate::{
     },
     threads::{ordered_reduction::OrderedReduction, team::Team},
     tile::{
-        aligned::Aligned,
+        aligned::{Aligned, list_bytes},
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
         pack::padded,
         tile_mask::TILE,
     },
     workspace::{
         bias_gradient::{BiasGradient, owner},
-        decode::{self, Decode, RowStatistics},
+        decode::{self, Decode},
         leaves::{BlockLeaves, KeyLeaves, LeafArrivals},
         query_block::{KeptQueries, QueryBlock},
         query_tiles::QueryTileCache,
         scratch::ThreadScratch,
+        statistics::RowStatistics,
     },
 };
+
+/// Evaluates `$call` with `$state` bound to the state of either accumulator type.
+macro_rules! by_sums {
+    ($states:expr, $state:ident => $call:expr) => {
+        match $states {
+            $crate::workspace::state::TypedState::F32($state) => $call,
+            $crate::workspace::state::TypedState::F64($state) => $call,
+        }
+    };
+}
+pub(crate) use by_sums;
 
 /// State of one plan on one rank, typed by its accumulators.
 #[derive(Debug)]
@@ -57,39 +69,25 @@ pub struct CpuWorkspace {
 impl CpuWorkspace {
     /// Returns the type of out and dq.
     pub(crate) fn results_dtype(&self) -> DType {
-        match &self.state {
-            TypedState::F32(state) => state.shard.spec.results_dtype(),
-            TypedState::F64(state) => state.shard.spec.results_dtype(),
-        }
+        by_sums!(&self.state, state => state.shard.spec.results_dtype())
     }
 
     /// Returns the bytes of this workspace: accumulators, row statistics, and the scratch of every
     /// thread. The first pass of each kind adds lists of visible keys to it; later passes add
     /// nothing.
     pub fn bytes(&self) -> u64 {
-        let bytes = match &self.state {
-            TypedState::F32(state) => state.bytes(),
-            TypedState::F64(state) => state.bytes(),
-        };
-        bytes as u64
+        by_sums!(&self.state, state => state.bytes() as u64)
     }
 
     /// Returns the bytes of partial results of leaves that wait to be merged, in the reproducible
     /// order: those of a plan's prediction, with dims and rows rounded up, and their lists.
     pub fn leaf_bytes(&self) -> u64 {
-        let bytes = match &self.state {
-            TypedState::F32(state) => state.leaf_bytes(),
-            TypedState::F64(state) => state.leaf_bytes(),
-        };
-        bytes as u64
+        by_sums!(&self.state, state => state.leaf_bytes() as u64)
     }
 
     /// Returns the instruction set of the kernels that work in this workspace.
     pub const fn isa(&self) -> Isa {
-        match &self.state {
-            TypedState::F32(state) => state.geometry.token.isa(),
-            TypedState::F64(state) => state.geometry.token.isa(),
-        }
+        by_sums!(&self.state, state => state.geometry.token.isa())
     }
 }
 
@@ -99,35 +97,6 @@ pub(crate) enum TypedState {
     F32(Box<PassState<f32>>),
     F64(Box<PassState<f64>>),
 }
-
-/// Accumulator types of a workspace: wraps a typed state and takes it out again.
-pub(crate) trait Summed: Real {
-    /// Wraps a state of this type.
-    fn wrap(state: PassState<Self>) -> TypedState;
-    /// Returns the typed state, or [`Error::Internal`] if its accumulators have the other type.
-    fn state(state: &mut TypedState) -> Result<&mut PassState<Self>>;
-}
-
-macro_rules! impl_summed {
-    ($($type:ty => $variant:ident, not $other:ident);*) => { $(
-        impl Summed for $type {
-            fn wrap(state: PassState<Self>) -> TypedState {
-                TypedState::$variant(Box::new(state))
-            }
-
-            fn state(state: &mut TypedState) -> Result<&mut PassState<Self>> {
-                match state {
-                    TypedState::$variant(state) => Ok(state),
-                    TypedState::$other(_) => {
-                        Err(Error::internal("a workspace with accumulators of another type"))
-                    }
-                }
-            }
-        }
-    )* };
-}
-
-impl_summed!(f32 => F32, not F64; f64 => F64, not F32);
 
 /// Order of the query blocks, which is the order of the tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -457,9 +426,32 @@ impl<A: Real> PassState<A> {
         }
     }
 
-    /// Allocates a state for a new batch of the same plan.
-    pub(crate) fn recreate(&self, shard: &RankShard, threads: usize) -> Result<Self> {
-        Self::new(shard, self.geometry.token, threads, self.backward)
+    /// Returns the bytes of this state.
+    ///
+    /// Counted is all heap memory whose size depends on lengths, heads or dims: accumulators, row
+    /// statistics, scratch of each thread, sums of dbias, lists of visible keys, a dense mask that
+    /// was received. The last two grow in the first pass of each kind. Not counted: fixed sizes,
+    /// the stacks of threads, and the coordinates that the workspace shares with the ring.
+    fn bytes(&self) -> usize {
+        list_bytes(&self.blocks)
+            + list_bytes(&self.shared_dq)
+            + list_bytes(&self.block_index)
+            + list_bytes(&self.scratch)
+            + self.blocks.iter().map(QueryBlock::bytes).sum::<usize>()
+            + self.scratch.iter().map(ThreadScratch::bytes).sum::<usize>()
+            + list_bytes(&self.statistics.lines)
+            + self.bias_gradient.as_ref().map_or(0, BiasGradient::bytes)
+            + self.query_tiles.bytes()
+            + self.decode.as_ref().map_or(0, Decode::bytes)
+            + self.arrivals.bytes()
+            + self.key_leaves.bytes()
+            + self.received_mask.bytes()
+    }
+
+    /// Returns the bytes of partial results of leaves.
+    fn leaf_bytes(&self) -> usize {
+        let of_queries = self.blocks.iter().map(|block| block.leaves.bytes()).sum::<usize>();
+        of_queries + self.key_leaves.bytes()
     }
 
     /// Adopts a new batch and returns true if this memory fits it; otherwise returns false and

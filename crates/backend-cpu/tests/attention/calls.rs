@@ -3,17 +3,17 @@
 use std::ops::{ControlFlow, Range};
 
 use annulus_core::{
-    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass,
-    Gradients, HostBuffer, HostView, Inputs, Outputs, Passes, RowSet, Rows, SinkShape, Spec,
-    Workspace,
+    Backend, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error, ForwardPass, Host,
+    HostBuffer, HostView, Inputs, Passes, RowSet, Rows, SinkShape, Spec, Workspace,
 };
-use annulus_cpu::Cpu;
+use annulus_cpu::{Cpu, CpuBackward, CpuForward, CpuWorkspace};
 use annulus_plan::Layout;
+use annulus_test_cases::Draw;
 use ndarray::{Array4, s};
 
 use crate::{
-    ranks::{LocalKv, Rank, keep_going},
-    support::{Case, Random},
+    ranks::{LocalKv, OnRanks, Rank, keep_going, outputs},
+    support::{self, assert_close},
 };
 
 fn forward(
@@ -45,6 +45,16 @@ fn kv_buffer(rank: &Rank<f32>) -> HostBuffer {
     rank.keys_buffer(rank.shard.spec.kv_row_layout()).unwrap()
 }
 
+/// The block of all of a rank's keys, in a buffer.
+fn block<'a>(buffer: &'a HostBuffer, rank: &'a Rank<f32>) -> Block<'a, Host> {
+    Block { buffer, ready: &(), rows: &rank.shard.keys, first_local: None }
+}
+
+/// Starts a one-pass backward.
+fn backward<'p>(workspace: &'p mut CpuWorkspace, rank: &'p Rank<f32>) -> CpuBackward<'p> {
+    workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap()
+}
+
 /// Local keys of a pass that packs all of them.
 fn all_keys(rank: &Rank<f32>) -> RowSet {
     LocalKv::Records.sent(rank.shard.keys.len())
@@ -53,24 +63,16 @@ fn all_keys(rank: &Rank<f32>) -> RowSet {
 /// Returns out and lse.
 fn finish(
     rank: &Rank<f32>,
-    pass: annulus_cpu::CpuForward<'_>,
+    pass: CpuForward<'_>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();
-    let outputs = &mut Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
-    pass.finish(outputs, &mut keep_going)?;
+    pass.finish(&mut outputs(&mut out, &mut lse), &mut keep_going)?;
     Ok((out, lse))
 }
 
 fn rank(dims: Dims) -> Rank<f32> {
-    let case = Case::new(Spec::new(dims, DType::F32), &mut Random(11));
+    let case = support::case(Spec::new(dims, DType::F32), &mut Draw::new(11));
     Rank::new(&case, &Layout::Contiguous, 0, 1).unwrap()
 }
 
@@ -94,13 +96,7 @@ fn strides_change_no_bit() {
         array.slice(s![..;-1, ..;-1, ..;-1, ..;-1]).permuted_axes([0, 3, 1, 2])
     };
     assert_eq!(view(&q), rank.q);
-    let inputs = Inputs {
-        q: Element::view(view(&q)),
-        k: Element::view(view(&k)),
-        v: Element::view(view(&v)),
-        bias: None,
-        sinks: None,
-    };
+    let inputs = Inputs::new(&q, &k, &v).map(|tensor| Element::view(view(tensor)));
     assert_eq!(forward(&cpu, &rank, &inputs).unwrap(), want);
     // with one rank the kernels read k and v in the tensors
     assert_eq!(forward_of(&cpu, &rank, &inputs, LocalKv::Inputs).unwrap(), want);
@@ -177,8 +173,7 @@ fn parts_of_the_local_keys_are_read_in_the_inputs() {
             pass.attend(&block, &mut keep_going).unwrap();
         }
         let outputs = finish(&rank, pass).unwrap();
-        let inputs = rank.backward_inputs();
-        let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+        let mut pass = backward(&mut workspace, &rank);
         pass.local_kv(&mut buffer, &local_kv.sent(200)).unwrap();
         let sums = parts.each_ref().map(|part| {
             let bytes = part.start * record..part.end * record;
@@ -217,8 +212,7 @@ fn a_break_ends_the_call_early() {
         let mut buffer = kv_buffer(&rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
-        let block =
-            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+        let block = block(&buffer, &rank);
         let mut ticks = 0;
         let mut stop = || {
             ticks += 1;
@@ -239,44 +233,24 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.sinks = Some(SinkShape { per_head: false, count: 8192 });
     let rank: Rank<f32> =
-        Rank::new(&Case::new(spec, &mut Random(12)), &Layout::Contiguous, 0, 1).unwrap();
+        Rank::new(&support::case(spec, &mut Draw::new(12)), &Layout::Contiguous, 0, 1).unwrap();
     let cpu = Cpu::new(threads).unwrap();
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
     let mut ticks = [0; 2];
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();
-    let outputs = &mut Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
+    let outputs = &mut outputs(&mut out, &mut lse);
     let tick = &mut || {
         ticks[0] += 1;
         flow
     };
     workspace.forward(rank.inputs(), &mut keep_going).unwrap().finish(outputs, tick).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
-    let mut dq = rank.q.clone();
-    let mut dk = rank.k.clone();
-    let mut dv = rank.v.clone();
-    let mut dsinks = rank.sinks.clone().unwrap();
-    let gradients = &mut Gradients {
-        dq: Element::view_mut(dq.view_mut()),
-        dk: Element::view_mut(dk.view_mut()),
-        dv: Element::view_mut(dv.view_mut()),
-        dbias: None,
-        dsinks: Some(Element::view_mut(dsinks.view_mut())),
-    };
     let tick = &mut || {
         ticks[1] += 1;
         flow
     };
-    let pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
-    pass.finish(&dkv, gradients, tick).unwrap();
+    rank.finish_backward(backward(&mut workspace, &rank), &dkv, tick).unwrap();
     ticks
 }
 
@@ -297,29 +271,16 @@ fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.bias = Some(shape);
     let rank: Rank<f32> =
-        Rank::new(&Case::new(spec, &mut Random(13)), &Layout::Contiguous, 0, 1).unwrap();
+        Rank::new(&support::case(spec, &mut Draw::new(13)), &Layout::Contiguous, 0, 1).unwrap();
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Both).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
-    let mut dq = rank.q.clone();
-    let mut dk = rank.k.clone();
-    let mut dv = rank.v.clone();
-    let mut dbias = rank.bias.clone().unwrap();
-    let gradients = &mut Gradients {
-        dq: Element::view_mut(dq.view_mut()),
-        dk: Element::view_mut(dk.view_mut()),
-        dv: Element::view_mut(dv.view_mut()),
-        dbias: Some(Element::view_mut(dbias.view_mut())),
-        dsinks: None,
-    };
     let mut ticks = 0;
     let tick = &mut || {
         ticks += 1;
         flow
     };
-    let pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
-    pass.finish(&dkv, gradients, tick).unwrap();
-    let is_zero = dbias.iter().all(|&sum| sum == 0.0);
+    let gradients = rank.finish_backward(backward(&mut workspace, &rank), &dkv, tick).unwrap();
+    let is_zero = gradients.dbias.iter().flatten().all(|&sum| sum == 0.0);
     assert_eq!(is_zero, flow.is_continue(), "no pair was attended to");
     ticks
 }
@@ -343,12 +304,9 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
         let mut buffer = kv_buffer(&rank);
         let mut dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
         for stopped in (0..=breaks).map(|attempt| attempt < breaks) {
-            let mode = BackwardMode::OnePass;
-            let mut pass =
-                workspace.backward(rank.backward_inputs(), mode, &mut keep_going).unwrap();
+            let mut pass = self::backward(&mut workspace, &rank);
             pass.local_kv(&mut buffer, &all_keys(&rank)).unwrap();
-            let block =
-                Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+            let block = block(&buffer, &rank);
             let mut tick = || match stopped {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
@@ -357,18 +315,7 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
             if stopped {
                 continue;
             }
-            let mut dq = rank.q.clone();
-            let mut dk = rank.k.clone();
-            let mut dv = rank.v.clone();
-            let mut gradients = Gradients {
-                dq: Element::view_mut(dq.view_mut()),
-                dk: Element::view_mut(dk.view_mut()),
-                dv: Element::view_mut(dv.view_mut()),
-                dbias: None,
-                dsinks: None,
-            };
-            pass.finish(&dkv, &mut gradients, &mut keep_going).unwrap();
-            return (dq, dk, dv);
+            return rank.finish_backward(pass, &dkv, &mut keep_going).unwrap();
         }
         unreachable!("the last attempt is not stopped")
     };
@@ -387,8 +334,7 @@ fn a_workspace_adopts_a_new_batch() {
         let mut buffer = kv_buffer(rank);
         let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
         pass.local_kv(&mut buffer, &all_keys(rank)).unwrap();
-        let block =
-            Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+        let block = block(&buffer, rank);
         pass.attend(&block, &mut keep_going).unwrap();
         let want = forward(&cpu, rank, &rank.inputs()).unwrap();
         assert_eq!(finish(rank, pass).unwrap(), want);
@@ -404,10 +350,9 @@ fn a_pass_that_a_workspace_was_not_made_for_is_a_typed_error() {
         workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going);
     assert_eq!(refused.err().map(|error| error.code()), Some(46));
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
-    let mut pass =
-        workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap();
+    let mut pass = backward(&mut workspace, &rank);
     let buffer = kv_buffer(&rank);
-    let block = Block { buffer: &buffer, ready: &(), rows: &rank.shard.keys, first_local: None };
+    let block = block(&buffer, &rank);
     assert_eq!(pass.attend_kv(&block, None, &mut keep_going).unwrap_err().code(), 46);
 }
 
@@ -439,24 +384,18 @@ fn received_queries_lack_rows_of_a_full_bias() {
     let mut spec = Spec::new(Dims::new(1, 12, 1, 4), DType::F32);
     spec.backward = BackwardMode::TwoPass;
     spec.bias = Some([1, 1, 12, 12]);
-    let case = Case::new(spec.clone(), &mut Random(2));
+    let case = support::case(spec.clone(), &mut Draw::new(2));
     let cpu = Cpu::new(1).unwrap();
     assert_eq!(case.run(&cpu, &Layout::Contiguous, 2).unwrap_err().code(), 2);
     // on one rank all queries are local
-    case.run(&cpu, &Layout::Contiguous, 1).unwrap().assert_close(
-        &case.oracle(),
-        2e-5,
-        "two passes on one rank",
-    );
+    let got = case.run(&cpu, &Layout::Contiguous, 1).unwrap();
+    assert_close(&got, &support::oracle(&case), 2e-5, "two passes on one rank");
     spec.bias = Some([1, 1, 1, 12]);
-    let case = Case::new(spec.clone(), &mut Random(2));
-    case.run(&cpu, &Layout::Contiguous, 2).unwrap().assert_close(
-        &case.oracle(),
-        2e-5,
-        "a bias of keys",
-    );
+    let case = support::case(spec.clone(), &mut Draw::new(2));
+    let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+    assert_close(&got, &support::oracle(&case), 2e-5, "a bias of keys");
     spec.bias = None;
-    let mut case = Case::new(spec, &mut Random(2));
+    let mut case = support::case(spec, &mut Draw::new(2));
     case.batch.attention_mask =
         Some(annulus_core::DenseMask::from_fn([1, 1, 12, 12], |[_, _, i, j]| i != j));
     assert_eq!(case.run(&cpu, &Layout::Contiguous, 2).unwrap_err().code(), 2);

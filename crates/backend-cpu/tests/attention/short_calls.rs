@@ -4,15 +4,16 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, HostBuffer, HostView, Outputs, Passes, Spec, Workspace, mask,
+    HostBuffer, HostView, Inputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
+use annulus_test_cases::Draw;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
 use crate::{
-    ranks::{LocalKv, Rank, keep_going},
-    support::{Case, Random},
+    ranks::{LocalKv, Rank, RankGradients, keep_going, outputs},
+    support,
 };
 
 /// Whole register tiles in both directions, so that rows can be read in place; two query heads and
@@ -23,7 +24,7 @@ fn dims() -> Dims {
 
 fn rank() -> Rank<f32> {
     let spec = Spec { mask: Arc::new(mask::Causal::default()), ..Spec::new(dims(), DType::F32) };
-    Rank::new(&Case::new(spec, &mut Random(31)), &Layout::Contiguous, 0, 1).unwrap()
+    Rank::new(&support::case(spec, &mut Draw::new(31)), &Layout::Contiguous, 0, 1).unwrap()
 }
 
 /// Bits of out, lse, dq, dk and dv of a pass over the rank's own keys, forward and backward.
@@ -54,13 +55,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
             let array: &Array4<f32> = array;
             if reversed { array.slice(s![.., .., .., ..;-1]) } else { array.view() }
         };
-        let inputs = annulus_core::Inputs {
-            q: Element::view(view(&q)),
-            k: Element::view(view(&k)),
-            v: Element::view(view(&v)),
-            bias: None,
-            sinks: None,
-        };
+        let inputs = Inputs::new(&q, &k, &v).map(|tensor| Element::view(view(tensor)));
         // rows of a tensor, as a rank alone reads its keys
         let local_kv = if reversed { LocalKv::Inputs } else { LocalKv::Records };
         let [mut out, mut lse] = [rank.out.clone(), rank.lse.clone()];
@@ -80,18 +75,9 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
         let first_local = local_kv.first_local();
         let block = Block { buffer: &kv, ready: &(), rows: &rank.shard.keys, first_local };
         backward.attend_kv(&block, Some(&mut dkv), &mut keep_going)?;
-        let mut results = [&rank.q, &rank.k, &rank.v].map(Array4::clone);
-        let [dq, dk, dv] = &mut results;
-        let mut gradients = Gradients {
-            dq: Element::view_mut(dq.view_mut()),
-            dk: Element::view_mut(dk.view_mut()),
-            dv: Element::view_mut(dv.view_mut()),
-            dbias: None,
-            dsinks: None,
-        };
-        backward.finish(&dkv, &mut gradients, &mut keep_going)?;
-        let [dq, dk, dv] = &results;
-        last = [&out, &lse, dq, dk, dv].map(bits);
+        let RankGradients { dq, dk, dv, .. } =
+            rank.finish_backward(backward, &dkv, &mut keep_going)?;
+        last = [&out, &lse, &dq, &dk, &dv].map(bits);
     }
     Ok(last)
 }
@@ -108,14 +94,7 @@ fn forward(
     pass.local_kv(kv, &local_kv.sent(rank.shard.keys.len()))?;
     let first_local = local_kv.first_local();
     let block = Block { buffer: kv, ready: &(), rows: &rank.shard.keys, first_local };
-    let mut outputs = Outputs {
-        out: Element::view_mut(out.view_mut()),
-        lse: Element::view_mut(lse.view_mut()),
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
+    let mut outputs = outputs(out, lse);
     pass.attend(&block, &mut keep_going)?;
     pass.attend_last(&block, &mut outputs, &mut keep_going)?;
     pass.finish(&mut outputs, &mut keep_going)

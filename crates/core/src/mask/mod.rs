@@ -11,28 +11,16 @@ use std::{any::Any, sync::Arc};
 use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 mod band;
-mod causal;
-mod chunked_causal;
 mod combine;
-mod dense;
-mod everything;
-mod per_head;
-mod predicate;
-mod prefix;
+mod pairs;
+mod positions;
 #[cfg(test)]
 pub(crate) mod tests;
-mod window;
 
 pub use band::Band;
-pub use causal::Causal;
-pub use chunked_causal::ChunkedCausal;
-pub use combine::{And, Or, and, or};
-pub use dense::Dense;
-pub use everything::Everything;
-pub use per_head::PerHead;
-pub use predicate::Predicate;
-pub use prefix::Prefix;
-pub use window::Window;
+pub use combine::{And, Or, PerHead, and, or};
+pub use pairs::{Dense, Predicate};
+pub use positions::{Causal, ChunkedCausal, Everything, Prefix, Window};
 
 /// Properties of a query on which a mask can depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

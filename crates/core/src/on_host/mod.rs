@@ -10,10 +10,9 @@
 use std::{marker::PhantomData, ops::Range};
 
 use crate::{
-    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, DType,
-    DeviceSpace, ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs,
-    Passes, RangePairs, RankShard, Reduction, Result, RowSet, Space, Spec, StagedSpace, Tick,
-    Workspace,
+    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, DeviceSpace,
+    ForwardPass, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RangePairs,
+    RankShard, Reduction, Result, RowSet, Space, StagedSpace, Tick, Workspace,
 };
 
 /// A device backend for tensors in host memory.
@@ -39,22 +38,7 @@ impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
     type Space = HostViews<B::Space>;
     type Workspace = OnHostWorkspace<B::Workspace, B::Space>;
 
-    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        self.inner.capabilities(spec)
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<<B::Space as Space>::Buffer> {
-        self.inner.allocate(bytes)
-    }
-
-    fn write_block(
-        &self,
-        into: &mut <B::Space as Space>::Buffer,
-        bytes: Range<u64>,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<<B::Space as Space>::Event> {
-        self.inner.write_block(into, bytes, fill)
-    }
+    crate::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;

@@ -20,11 +20,8 @@
 //! narrower than the accumulator. If it is the accumulator's type, the oracle does not round.
 
 mod backward;
-mod dropout;
 mod pair_visibility;
 mod row;
-#[cfg(test)]
-mod tests;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, ArrayViewMut1, Axis};
 

@@ -97,7 +97,7 @@ fn positions(
         (Some(positions), _) => positions
             .rows()
             .into_iter()
-            .map(|batch_row| compress(batch_row.iter().copied()))
+            .map(|batch_row| batch_row.iter().copied().collect())
             .collect(),
         (None, Some(positions)) => vec![positions],
         (None, None) => {
@@ -119,7 +119,7 @@ fn segments(ids: Option<&Array2<i32>>, sequences: Option<Runs>) -> Vec<Runs> {
         (Some(ids), None) => ids
             .rows()
             .into_iter()
-            .map(|batch_row| compress(batch_row.iter().map(|&id| i64::from(id).max(-1))))
+            .map(|batch_row| batch_row.iter().map(|&id| i64::from(id).max(-1)).collect())
             .collect(),
         (Some(ids), Some(sequences)) => {
             // sequence in the high half, id in the low half
@@ -128,7 +128,7 @@ fn segments(ids: Option<&Array2<i32>>, sequences: Option<Runs>) -> Vec<Runs> {
             };
             ids.rows()
                 .into_iter()
-                .map(|batch_row| compress(sequences.iter().zip(batch_row).map(both)))
+                .map(|batch_row| sequences.iter().zip(batch_row).map(both).collect())
                 .collect()
         }
     }
@@ -154,27 +154,6 @@ fn append<T>(list: &Runs, set: &RowSet, into: &mut Vec<T>, convert: impl Fn(i64)
             }
         }
     }
-}
-
-/// Compresses numbers to runs, greedily. The current run is kept in registers, so a long run costs
-/// no memory accesses.
-fn compress(numbers: impl Iterator<Item = i64>) -> Runs {
-    let mut runs = Runs::new();
-    let mut run = Run { start: 0, step: 0, count: 0 };
-    let mut last = 0i64;
-    for number in numbers {
-        match (run.count, number.checked_sub(last)) {
-            (1, Some(step)) => run = Run { step, count: 2, ..run },
-            (2.., Some(step)) if step == run.step => run.count += 1,
-            _ => {
-                runs.push_run(run);
-                run = Run { start: number, step: 1, count: 1 };
-            }
-        }
-        last = number;
-    }
-    runs.push_run(run);
-    runs
 }
 
 /// Appends a run. A run of one number is merged with its neighbours if possible.
