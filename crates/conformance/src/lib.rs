@@ -25,7 +25,7 @@ pub use annulus_test_cases::{
     facade::{answer, narrow},
     golden, plain,
 };
-pub use memory::{HostMemory, HostTensor, HostViewMemory, TensorMemory};
+pub use memory::{HostMemory, HostTensor, TensorMemory};
 pub use ring_subject::{RankSetup, RingSubject};
 pub use subject::{Facade, FacadeOn, PlanSubject, Setting, Subject};
 pub use subjects::{Altered, Crossings, Placed};

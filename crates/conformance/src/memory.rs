@@ -1,8 +1,6 @@
 //! Upload and download of a test's tensors, so that one suite can drive any backend.
 
-use std::marker::PhantomData;
-
-use annulus_core::{DType, Element, Host, HostView, HostViewMut, HostViews, Result, Space};
+use annulus_core::{DType, Element, Host, HostView, HostViewMut, Result, Space};
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 
@@ -83,44 +81,6 @@ impl TensorMemory for HostMemory {
             HostTensor::Bf16(array) => HostViewMut::Bf16(array.view_mut()),
             HostTensor::F16(array) => HostViewMut::F16(array.view_mut()),
         }
-    }
-}
-
-/// Host memory, for a backend whose blocks are in the space `S`.
-#[derive(Debug)]
-pub struct HostViewMemory<S>(PhantomData<fn() -> S>);
-
-impl<S> HostViewMemory<S> {
-    /// Creates it.
-    pub const fn new() -> Self {
-        Self(PhantomData)
-    }
-}
-
-impl<S> Default for HostViewMemory<S> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl<S: Space> TensorMemory for HostViewMemory<S> {
-    type Space = HostViews<S>;
-    type Tensor = HostTensor;
-
-    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
-        HostMemory.upload(numbers, dtype)
-    }
-
-    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
-        HostMemory.download(tensor)
-    }
-
-    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
-        HostMemory.view(tensor)
-    }
-
-    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
-        HostMemory.view_mut(tensor)
     }
 }
 

@@ -9,7 +9,7 @@ use annulus::comm::{
 };
 use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
-    Spec, Transport, View, index,
+    Spec, Transport, index,
 };
 use annulus_plan::Strategy;
 use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
@@ -121,11 +121,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
 
 /// The tensors of one rank, uploaded to its memory.
 struct RankTensors<M: TensorMemory> {
-    q: M::Tensor,
-    k: M::Tensor,
-    v: M::Tensor,
-    bias: Option<M::Tensor>,
-    sinks: Option<M::Tensor>,
+    inputs: Inputs<M::Tensor>,
     dout: M::Tensor,
     dlse: Option<M::Tensor>,
     q_rows: usize,
@@ -148,12 +144,15 @@ impl<M: TensorMemory> RankTensors<M> {
         let maybe = |tensor: Option<ArrayView4<'_, f64>>| {
             tensor.map(|tensor| memory.upload(tensor, sums)).transpose()
         };
-        Ok(Self {
+        let inputs = Inputs {
             q: upload(&case.q, q_rows)?,
             k: upload(&case.k, kv_rows)?,
             v: upload(&case.v, kv_rows)?,
             bias: maybe(bias.as_ref().map(|bias| bias.view()))?,
             sinks: maybe(sinks)?,
+        };
+        Ok(Self {
+            inputs,
             dout: upload(&case.dout, q_rows)?,
             dlse: maybe(dlse.as_ref().map(|dlse| dlse.view()))?,
             q_rows: q_rows.len(),
@@ -170,46 +169,38 @@ impl<M: TensorMemory> RankTensors<M> {
     ) -> Result<Answer> {
         let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
-        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made, out_residual)?;
-        let download =
-            |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
-        let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
-        let rows = |tensor: Option<M::Tensor>| -> Result<Option<Array3<f64>>> {
-            Ok(download(tensor)?.map(|tensor| tensor.index_axis_move(Axis(3), 0)))
-        };
-        let mut dbias = download(dbias)?;
+        let gradients = self.backward(memory, ring, case, &made, out_residual)?;
+        let Outputs { out, lse, max, sum, ties, out_residual: _ } =
+            made.try_map(|tensor| memory.download(&tensor))?;
+        let Gradients { dq, dk, dv, mut dbias, dsinks } =
+            gradients.try_map(|tensor| memory.download(&tensor))?;
+        let rows = |tensor: Array4<f64>| -> Array3<f64> { tensor.index_axis_move(Axis(3), 0) };
         let is_local = case.spec.leaf_rows.is_none();
         let is_shared = is_local && case.spec.bias.is_some_and(|shape| shape[2] == 1);
         if let Some(dbias) = dbias.as_mut().filter(|_| is_shared) {
             sum_over_ranks(ring, sums, dbias)?;
         }
-        let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
+        let mut dsinks = dsinks.map(|dsinks| rows(dsinks).index_axis_move(Axis(2), 0));
         if let Some(dsinks) = dsinks.as_mut().filter(|_| is_local) {
             sum_over_ranks(ring, sums, dsinks)?;
         }
-        let ForwardTensors { out, lse, max, sum, ties, out_residual: _ } = made;
         Ok(Answer {
-            out: memory.download(&out)?,
-            lse: rows(Some(lse))?.unwrap_or_default(),
-            max: rows(Some(max))?.unwrap_or_default(),
-            sum: rows(Some(sum))?.unwrap_or_default(),
-            ties: rows(ties)?,
-            dq: whole(dq)?,
-            dk: whole(dk)?,
-            dv: whole(dv)?,
+            out,
+            lse: rows(lse),
+            max: max.map(rows).unwrap_or_default(),
+            sum: sum.map(rows).unwrap_or_default(),
+            ties: ties.map(rows),
+            dq,
+            dk,
+            dv,
             dbias,
             dsinks,
         })
     }
 
-    fn inputs(&self, memory: &M) -> Inputs<View<'_, M::Space>> {
-        Inputs {
-            q: memory.view(&self.q),
-            k: memory.view(&self.k),
-            v: memory.view(&self.v),
-            bias: self.bias.as_ref().map(|bias| memory.view(bias)),
-            sinks: self.sinks.as_ref().map(|sinks| memory.view(sinks)),
-        }
+    /// Outputs hold another number before the call: results must not depend on their content.
+    fn filled(memory: &M, shape: [usize; 4], dtype: DType) -> Result<M::Tensor> {
+        memory.upload(Array4::from_elem(shape, 77.0).view(), dtype)
     }
 
     fn forward<B: Backend<Space = M::Space>>(
@@ -217,92 +208,65 @@ impl<M: TensorMemory> RankTensors<M> {
         memory: &M,
         ring: &mut Ring<B>,
         case: &Case,
-    ) -> Result<ForwardTensors<M::Tensor>> {
+    ) -> Result<Outputs<M::Tensor>> {
         let dtype = case.spec.dtype;
-        let sums = case.spec.dtype.accumulator();
-        let dims = case.spec.dims;
-        // outputs hold another number before the call: results must not depend on their
-        // content
-        let filled =
-            |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
-        let statistics = || filled([dims.batch, dims.q_heads, self.q_rows, 1], sums);
-        let mut made = ForwardTensors {
-            out: filled([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
+        let Dims { batch, q_heads, value_dim, .. } = case.spec.dims;
+        let out = || Self::filled(memory, [batch, self.q_rows, q_heads, value_dim], dtype);
+        let statistics =
+            || Self::filled(memory, [batch, q_heads, self.q_rows, 1], dtype.accumulator());
+        let mut made = Outputs {
+            out: out()?,
             lse: statistics()?,
-            max: statistics()?,
-            sum: statistics()?,
+            max: Some(statistics()?),
+            sum: Some(statistics()?),
             ties: (!case.spec.normalize).then(statistics).transpose()?,
-            out_residual: ring
-                .has_out_residual()
-                .then(|| filled([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype))
-                .transpose()?,
+            out_residual: ring.has_out_residual().then(out).transpose()?,
         };
-        let mut outputs = Outputs {
-            out: memory.view_mut(&mut made.out),
-            lse: memory.view_mut(&mut made.lse),
-            max: Some(memory.view_mut(&mut made.max)),
-            sum: Some(memory.view_mut(&mut made.sum)),
-            ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
-            out_residual: made.out_residual.as_mut().map(|of| memory.view_mut(of)),
-        };
-        check_bytes("forward", &ring.forward(&self.inputs(memory), &mut outputs)?)?;
+        let inputs = self.inputs.as_ref().map(|tensor| memory.view(tensor));
+        let mut outputs = made.as_mut().map(|tensor| memory.view_mut(tensor));
+        check_bytes("forward", &ring.forward(&inputs, &mut outputs)?)?;
         drop(outputs);
         Ok(made)
     }
 
-    /// Returns dq, dk, dv, dbias, dsinks.
     fn backward<B: Backend<Space = M::Space>>(
         &self,
         memory: &M,
         ring: &mut Ring<B>,
         case: &Case,
-        made: &ForwardTensors<M::Tensor>,
+        made: &Outputs<M::Tensor>,
         out_residual: bool,
-    ) -> Result<[Option<M::Tensor>; 5]> {
+    ) -> Result<Gradients<M::Tensor>> {
         let dtype = case.spec.dtype;
         let sums = case.spec.dtype.accumulator();
-        let filled =
-            |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
         let kv_rows = index(ring.kv_rows().len());
-        let mut dq = filled([batch, self.q_rows, q_heads, head_dim], dtype)?;
-        let mut dk = filled([batch, kv_rows, kv_heads, head_dim], dtype)?;
-        let mut dv = filled([batch, kv_rows, kv_heads, value_dim], dtype)?;
-        let mut dbias = self.bias_shape.map(|shape| filled(shape, sums)).transpose()?;
+        let filled = |shape, dtype| Self::filled(memory, shape, dtype);
         let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
-        let mut dsinks = sinks_shape.map(|shape| filled(shape, sums)).transpose()?;
-        let residual = made.out_residual.as_ref().filter(|_| out_residual);
-        let inputs = BackwardInputs {
-            forward: self.inputs(memory),
-            out: memory.view(&made.out),
-            max: memory.view(&made.max),
-            sum: Some(memory.view(&made.sum)),
-            ties: made.ties.as_ref().map(|ties| memory.view(ties)),
-            dout: memory.view(&self.dout),
-            dlse: self.dlse.as_ref().map(|dlse| memory.view(dlse)),
-            out_residual: residual.map(|of| memory.view(of)),
-        };
         let mut gradients = Gradients {
-            dq: memory.view_mut(&mut dq),
-            dk: memory.view_mut(&mut dk),
-            dv: memory.view_mut(&mut dv),
-            dbias: dbias.as_mut().map(|dbias| memory.view_mut(dbias)),
-            dsinks: dsinks.as_mut().map(|dsinks| memory.view_mut(dsinks)),
+            dq: filled([batch, self.q_rows, q_heads, head_dim], dtype)?,
+            dk: filled([batch, kv_rows, kv_heads, head_dim], dtype)?,
+            dv: filled([batch, kv_rows, kv_heads, value_dim], dtype)?,
+            dbias: self.bias_shape.map(|shape| filled(shape, sums)).transpose()?,
+            dsinks: sinks_shape.map(|shape| filled(shape, sums)).transpose()?,
         };
-        check_bytes("backward", &ring.backward(&inputs, &mut gradients)?)?;
-        drop(gradients);
-        Ok([Some(dq), Some(dk), Some(dv), dbias, dsinks])
+        let Outputs { out, lse, max, sum, ties, out_residual: residual } = made.as_ref();
+        let inputs = BackwardInputs {
+            forward: self.inputs.as_ref(),
+            out,
+            max: max.unwrap_or(lse),
+            sum,
+            ties,
+            dout: &self.dout,
+            dlse: self.dlse.as_ref(),
+            out_residual: residual.filter(|_| out_residual),
+        };
+        let inputs = inputs.map(|tensor| memory.view(tensor));
+        let mut views = gradients.as_mut().map(|tensor| memory.view_mut(tensor));
+        check_bytes("backward", &ring.backward(&inputs, &mut views)?)?;
+        drop(views);
+        Ok(gradients)
     }
-}
-
-/// Output and statistics of a forward pass, in the memory of one rank.
-struct ForwardTensors<T> {
-    out: T,
-    lse: T,
-    max: T,
-    sum: T,
-    ties: Option<T>,
-    out_residual: Option<T>,
 }
 
 /// Sums every rank's contribution, rounded to the type of the gradient.

@@ -129,7 +129,8 @@ pub(crate) fn options(case: &Case, setting: &Setting) -> Setup {
     Setup::from((attention, division))
 }
 
-fn run_facade(
+/// Computes a case by the ring that `plan(setup, dims, ranks)` plans.
+pub(crate) fn run_facade(
     case: &Case,
     setting: &Setting,
     times: usize,

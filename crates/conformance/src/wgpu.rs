@@ -3,15 +3,17 @@
 
 use std::time::Duration;
 
+use annulus::{LocalRing, Plan, backend::wgpu_rank};
 use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
-use annulus_core::{BackwardMode, DType, Result, StagedSpace, Transport};
+use annulus_core::{BackwardMode, DType, Result};
 use annulus_cpu::Cpu;
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use ndarray::{Array4, ArrayView4};
 
 use crate::{
-    Answer, Case, HostMemory, HostViewMemory, RankSetup, Setting, Subject, TensorMemory,
+    Answer, Case, HostMemory, RankSetup, Setting, Subject, TensorMemory,
     ring_subject::{RankJob, run_rank, run_ranks},
+    subject::run_facade,
 };
 
 /// Longest wait for a silent peer: far above any test's time. On a busy machine a software driver
@@ -112,30 +114,26 @@ impl WgpuRing {
             };
             return Ok(Box::new(move || run_rank(case, setting, setup, times)));
         }
-        if self.ranks == Ranks::OnHost {
-            let setup = RankSetup {
-                memory: HostViewMemory::<WgpuSpace>::new(),
-                backend: Wgpu::on_host(gpu.clone()),
-                transport: staged(gpu, checked)?,
-            };
-            return Ok(Box::new(move || run_rank(case, setting, setup, times)));
-        }
+        let staged = Staged::<_, WgpuSpace>::new(checked, Copier::new(gpu.clone()));
         let setup = RankSetup {
             memory: gpu.clone(),
             backend: Wgpu::new(gpu.clone()),
-            transport: staged(gpu, checked)?,
+            transport: Box::new(Deadline::new(staged, DEADLINE)?),
         };
         Ok(Box::new(move || run_rank(case, setting, setup, times)))
     }
-}
 
-/// Stages blocks of the space `S` through host memory for `inner`.
-fn staged<S: StagedSpace<Copier = Copier>>(
-    gpu: &Gpu,
-    inner: Checksum<Threads>,
-) -> Result<Box<dyn Transport<S>>> {
-    let staged = Staged::<_, S>::new(inner, Copier::new(gpu.clone()));
-    Ok(Box::new(Deadline::new(staged, DEADLINE)?))
+    /// Computes a case by the facade, for tensors in host memory.
+    fn run_on_host(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        run_facade(case, setting, times, &|setup, dims, ranks| {
+            let setup = setup.clone().map_runtime(|runtime| runtime.deadline(DEADLINE));
+            LocalRing::from_plans(setup, dims, ranks, |rank, setup, endpoint| {
+                let gpu = &self.gpus[rank % self.gpus.len()];
+                let (backend, transport) = wgpu_rank(gpu, Checksum::new(endpoint));
+                Plan::with_backend(setup, dims, backend, transport)
+            })
+        })
+    }
 }
 
 impl Subject for WgpuRing {
@@ -159,6 +157,9 @@ impl Subject for WgpuRing {
             case.spec.backward = BackwardMode::OnePass;
         }
         let case = &case;
+        if self.ranks == Ranks::OnHost {
+            return self.run_on_host(case, setting, times);
+        }
         let ranks = threads::ring(setting.ranks).into_iter().enumerate();
         let jobs = ranks
             .map(|(rank, transport)| self.job(rank, transport, case, setting, times))

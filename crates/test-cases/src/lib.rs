@@ -10,7 +10,7 @@
 //! |---|---|
 //! | a case computed by the facade: [`facade`] | `facade.rs` |
 //! | [`Case`], [`Masks`]; the oracle's results: [`Truth`]; those of a subject: [`Answer`] | `case.rs` |
-//! | sources of cases: random ([`Case::random`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `expected.rs` |
+//! | sources of cases: random ([`Case::random`], [`mask_object`], [`set_of_batch`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `expected.rs` |
 //! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
 mod case;
@@ -28,3 +28,4 @@ pub use expected::{Expected, WrongArray};
 pub use facade::RankAnswer;
 pub use judge::{Judge, epsilon};
 pub use plain::plain;
+pub use random::{mask_object, set_of_batch};

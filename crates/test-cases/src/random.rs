@@ -81,11 +81,7 @@ impl Case {
         }
         case.draw_tensors(draw);
         if case.spec.logits_dtype == DType::Bf16 {
-            // multiples of 1/4 have exact products and sums: no order of summation changes the
-            // rounding of a logit
-            [&mut case.q, &mut case.k]
-                .into_iter()
-                .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
+            case.round_scores();
         }
         if let Some(bias) = case.bias.as_mut().filter(|_| draw.once_in(2)) {
             bias.mapv_inplace(|x| if draw.once_in(5) { f64::NEG_INFINITY } else { x });
@@ -134,17 +130,23 @@ fn random_masks(dims: &Dims, every: usize, draw: &mut Draw) -> Masks {
         masks.prefix = Some(draw.pick(&[0, 2, 6]));
     }
     if draw.once_in(every) {
-        masks.objects.push(random_object(dims, draw));
+        let kind = draw.below(OBJECTS);
+        masks.objects.push(mask_object(kind, dims, draw));
     }
     masks
 }
 
-fn random_object(dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
+/// Kinds of [`mask_object`].
+const OBJECTS: usize = 5;
+
+/// Returns a mask of this kind: 0 causal, 1 one of two windows, 2 a window per head, 3 a predicate,
+/// 4 dense.
+pub fn mask_object(kind: usize, dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
     let window = |draw: &mut Draw| Window {
         offset: draw.pick(&[-1, 0, 2]),
         ..Window::new(Some(draw.below(6) as u64), draw.pick(&[None, Some(2)]))
     };
-    match draw.below(5) {
+    match kind {
         0 => Arc::new(Causal { offset: draw.pick(&[-1, 1, 3]) }),
         1 => or(Arc::new(window(draw)), Arc::new(window(draw))),
         2 => Arc::new(PerHead(
@@ -167,53 +169,70 @@ fn random_object(dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
 }
 
 fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
-    let Dims { batch, q_len, kv_len, q_heads, .. } = *dims;
     let mut made = Batch::default();
-    if draw.once_in(every) {
-        let most = draw.pick(&[1, 3]);
-        let mut ids = |len: usize| {
-            Array2::from_shape_fn((batch, len), |(_, row)| {
-                if draw.once_in(7) { -1 } else { (row * most / len) as i32 }
-            })
-        };
-        made.q_segment_ids = Some(ids(q_len));
-        made.kv_segment_ids = Some(ids(kv_len));
-        if q_len == kv_len && draw.once_in(2) {
+    for kind in 0..5 {
+        if draw.once_in(if kind == 0 { every } else { 2 * every }) {
+            set_of_batch(kind, dims, draw, &mut made);
+        }
+        if kind == 0 && made.q_segment_ids.is_some() && dims.q_len == dims.kv_len && draw.once_in(2)
+        {
             made.q_segment_ids = None;
         }
-    }
-    if draw.once_in(2 * every) {
-        made.q_positions = Some(Array2::from_shape_simple_fn((batch, q_len), || {
-            draw.below(kv_len + 9) as i64 - 4
-        }));
-    }
-    if draw.once_in(2 * every) {
-        made.kv_positions = Some(Array2::from_shape_simple_fn((batch, kv_len), || {
-            draw.below(kv_len + 9) as i64 - 4
-        }));
-    }
-    if draw.once_in(2 * every) {
-        let sequences = 1 + draw.below(3);
-        let mut ends = |len: usize| {
-            let mut ends: Vec<i64> = (0..sequences).map(|_| draw.below(len + 1) as i64).collect();
-            ends.push(0);
-            ends.sort_unstable();
-            ends
-        };
-        made.cum_seqlens_q = Some(ends(q_len));
-        made.cum_seqlens_k = Some(ends(kv_len));
-    }
-    if draw.once_in(2 * every) {
-        let bits = draw.bits() | draw.bits();
-        let shape = [draw.pick(&[1, batch]), draw.pick(&[1, q_heads]), q_len, kv_len];
-        made.attention_mask = Some(DenseMask::from_fn(shape, |[b, h, i, j]| {
-            bits >> ((b * 29 + h * 13 + i * 7 + j) % 64) & 1 != 0
-        }));
     }
     made
 }
 
+/// Sets what a batch has of this kind: 0 segment ids, 1 positions of queries, 2 of keys, 3 packed
+/// lengths, 4 a dense mask.
+pub fn set_of_batch(kind: usize, dims: &Dims, draw: &mut Draw, made: &mut Batch) {
+    let Dims { batch, q_len, kv_len, q_heads, .. } = *dims;
+    let positions = |len: usize, draw: &mut Draw| {
+        Array2::from_shape_simple_fn((batch, len), || draw.below(kv_len + 9) as i64 - 4)
+    };
+    match kind {
+        0 => {
+            let most = draw.pick(&[1, 3]);
+            let mut ids = |len: usize| {
+                Array2::from_shape_fn((batch, len), |(_, row)| {
+                    if draw.once_in(7) { -1 } else { (row * most / len) as i32 }
+                })
+            };
+            made.q_segment_ids = Some(ids(q_len));
+            made.kv_segment_ids = Some(ids(kv_len));
+        }
+        1 => made.q_positions = Some(positions(q_len, draw)),
+        2 => made.kv_positions = Some(positions(kv_len, draw)),
+        3 => {
+            let sequences = 1 + draw.below(3);
+            let mut ends = |len: usize| {
+                let mut ends: Vec<i64> =
+                    (0..sequences).map(|_| draw.below(len + 1) as i64).collect();
+                ends.push(0);
+                ends.sort_unstable();
+                ends
+            };
+            made.cum_seqlens_q = Some(ends(q_len));
+            made.cum_seqlens_k = Some(ends(kv_len));
+        }
+        _ => {
+            let bits = draw.bits() | draw.bits();
+            let shape = [draw.pick(&[1, batch]), draw.pick(&[1, q_heads]), q_len, kv_len];
+            made.attention_mask = Some(DenseMask::from_fn(shape, |[b, h, i, j]| {
+                bits >> ((b * 29 + h * 13 + i * 7 + j) % 64) & 1 != 0
+            }));
+        }
+    }
+}
+
 impl Case {
+    /// Rounds Q and K to multiples of 1/4, which have exact products and sums: no order of summation
+    /// changes the rounding of a logit.
+    pub fn round_scores(&mut self) {
+        [&mut self.q, &mut self.k]
+            .into_iter()
+            .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
+    }
+
     /// Draws every tensor anew for the current spec.
     pub fn draw_tensors(&mut self, draw: &mut Draw) {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.spec.dims;

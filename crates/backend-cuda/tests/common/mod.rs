@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use annulus::{LocalRing, Plan};
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    Answer, Case, HostViewMemory, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
+    Answer, Case, FacadeOn, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
 };
-use annulus_core::{DType, Dims, Element, Error, HostViews, OnHost, Result, Spec};
+use annulus_core::{DType, Dims, Element, Error, HostViews, Result, Spec};
 use annulus_cuda::{
     Cuda, Variant,
     device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
@@ -81,18 +82,17 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
     })
 }
 
-/// As [`staged`] without delay, for tensors in host memory.
-pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
-    type Rank = RankSetup<HostViewMemory<CudaSpace>, OnHost<Cuda>>;
-    RingSubject::new(name, move |ranks| -> Result<Vec<Rank>> {
-        let setup = |transport| {
+/// The facade for tensors in host memory, blocks staged through pinned host memory.
+pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda> + Sync) -> impl Subject {
+    let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+    FacadeOn::new(name, &dtypes, move |setup, dims, ranks| {
+        let setup = setup.clone().map_runtime(|runtime| runtime.deadline(DEADLINE));
+        LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
             let cuda = make()?;
             let copier = CudaCopier::new(cuda.stream().device())?;
-            let staged = Staged::<_, HostViews<CudaSpace>>::new(transport, copier);
-            let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-            Ok(RankSetup { memory: HostViewMemory::new(), backend: cuda.on_host(), transport })
-        };
-        threads::ring(ranks).into_iter().map(setup).collect()
+            let staged = Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier);
+            Plan::with_backend(setup, dims, cuda.on_host(), staged)
+        })
     })
 }
 

@@ -3,14 +3,11 @@
 
 use std::time::Duration;
 
-use annulus::{LocalRing, Plan};
-use annulus_comm::Staged;
 use annulus_conformance::{
-    Case, FacadeOn, Judge, Setting, Subject,
+    Case, Judge, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, HostViews};
-use annulus_cuda::device::{CudaCopier, CudaSpace};
+use annulus_core::DType;
 use annulus_plan::Layout;
 
 use crate::{
@@ -62,20 +59,7 @@ fn random_cases_hold_for_tensors_in_host_memory() {
 
 #[test]
 fn strategies_hold_for_tensors_in_host_memory() {
-    let dtypes = [DType::F16, DType::F32, DType::Bf16, DType::F64];
-    let facade = FacadeOn::new("facade on emulated cuda", &dtypes, |attention, dims, ranks| {
-        LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
-            let cuda = emulated()?;
-            let copier = CudaCopier::new(cuda.stream().device())?;
-            Plan::with_backend(
-                setup,
-                dims,
-                cuda.on_host(),
-                Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier),
-            )
-        })
-    });
-    suite::strategies(&facade, 4..10).unwrap();
+    suite::strategies(&plain_hosted(), 4..10).unwrap();
 }
 
 #[test]

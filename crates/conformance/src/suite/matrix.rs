@@ -1,28 +1,22 @@
-//! Mask family × ranks × layout, with dims, GQA, element type, features and batches sampled over
-//! that product.
+//! Mask × ranks × layout, with dims, GQA, element type and features sampled over that product.
 //!
-//! The product of masks, ranks and layouts is run in full at tiny sizes. Every member draws its
-//! dims (raggedness, GQA, odd head dims), element type and other features at random. Any two values
-//! of two of them are therefore combined almost certainly, but not all combinations are. [`sizes`]
-//! are fewer and larger; [`random_cases`] combine everything at random.
+//! The product of masks, ranks and layouts is run in full at tiny sizes. Every member draws the
+//! other choices of `pairwise.rs` at random. [`sizes`] are fewer and larger; [`random_cases`]
+//! combine everything at random.
 //!
 //! Strategies other than the ring run over every grid that ranks and heads admit.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
-use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, Error, Mask, Runs,
-    SinkShape, Spec, index,
-    mask::{Causal, Dense, PerHead, Predicate, Window, or},
-};
-use annulus_plan::{CustomLayout, HeadGrid, Layout, Route, Strategy};
-use ndarray::Array2;
+use annulus_core::{Alignment, Dims, Error, index};
+use annulus_plan::{HeadGrid, Layout, Route, Strategy};
 
 use super::{
     LAYOUTS, Verdict, examine, examine_twice, judge,
     numeric::{large_constant, large_constants},
+    pairwise::{Configuration, LAYOUT, MASK, MASKS, random_layout},
 };
-use crate::{Case, Draw, Masks, Setting, Subject};
+use crate::{Case, Draw, Setting, Subject};
 
 /// Sampled part of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,31 +39,24 @@ impl Scale {
 
 /// 33 ranks are more than most cases have rows, so that some ranks own none.
 const RANKS: [usize; 9] = [1, 2, 3, 4, 5, 7, 8, 16, 33];
-pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
 
-/// Runs every mask family × every number of ranks × every layout, a random one included.
+/// Runs every mask × every number of ranks × every layout, a random one included.
 ///
 /// # Errors
 /// The first member whose answer is wrong.
 pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
-    let mut number = 0;
-    for family in 0..FAMILIES {
-        for ranks in RANKS {
-            for layout in 0..=LAYOUTS.len() {
-                number += 1;
-                if !scale.includes(number) {
-                    continue;
-                }
-                let draw = &mut Draw::new(number as u64);
-                let dims = dims(draw);
-                let layout = LAYOUTS
-                    .get(layout)
-                    .cloned()
-                    .unwrap_or_else(|| random_layout(&dims, ranks, draw));
-                let case = featured(family, dims, draw).in_dtype(draw.pick(subject.dtypes()));
-                examine(subject, &judge(&case)?, &case, &Setting::new(ranks, layout))?;
-            }
+    let members = (0..MASKS).flat_map(|mask| {
+        let of_mask = move |ranks| (0..=LAYOUTS.len()).map(move |layout| (mask, ranks, layout));
+        RANKS.into_iter().flat_map(of_mask)
+    });
+    for (number, (mask, ranks, layout)) in (1..).zip(members) {
+        if !scale.includes(number) {
+            continue;
         }
+        let draw = &mut Draw::new(number as u64);
+        let member = Configuration::drawn(&[(MASK, mask), (LAYOUT, layout)], draw);
+        let case = member.case().in_dtype(draw.pick(subject.dtypes()));
+        examine(subject, &judge(&case)?, &case, &member.setting(ranks))?;
     }
     Ok(())
 }
@@ -86,7 +73,8 @@ pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
         let draw = &mut Draw::new(number as u64);
         let dims =
             Dims { batch: 1, q_len, kv_len, q_heads: 2, kv_heads: 1, head_dim: 33, value_dim: 20 };
-        let mut case = featured(draw.pick(&[1, 2, 3]), dims, draw);
+        let mask = draw.pick(&[1, 2, 3]);
+        let mut case = Configuration::drawn(&[(MASK, mask)], draw).case_of(dims);
         case.spec.alignment = Alignment::BottomRight;
         for (turn, layout) in LAYOUTS.into_iter().enumerate() {
             let case = case.in_dtype(subject.dtypes()[(number + turn) % subject.dtypes().len()]);
@@ -135,143 +123,6 @@ pub fn routes(ranks: usize) -> Vec<Option<Route>> {
         Route::OncePerNode { node_ranks },
     ];
     std::iter::once(None).chain(Route::ALL.into_iter().chain(of_nodes).map(Some)).collect()
-}
-
-fn dims(draw: &mut Draw) -> Dims {
-    let (q_len, kv_len) =
-        draw.pick(&[(17, 17), (17, 17), (7, 7), (24, 24), (33, 12), (9, 33), (1, 5), (40, 40)]);
-    let (q_heads, kv_heads) = draw.pick(&[(1, 1), (2, 1), (4, 2), (3, 3)]);
-    let (head_dim, value_dim) = draw.pick(&[(4, 4), (7, 5), (8, 8), (1, 2)]);
-    Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
-}
-
-/// Number of mask families.
-pub(super) const FAMILIES: usize = 13;
-/// The family whose batch has a dense mask.
-pub(super) const DENSE_BATCH: usize = 12;
-
-/// Returns a case of this mask family, with some other features.
-fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
-    let mut spec = Spec::new(dims, DType::F64);
-    spec.alignment = draw.pick(&[Alignment::TopLeft, Alignment::BottomRight]);
-    spec.normalize = !draw.once_in(4);
-    spec.soft_cap = draw.pick(&[None, None, Some(2.0)]);
-    spec.bias_order = draw.pick(&[BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap]);
-    if draw.once_in(3) {
-        spec.sinks = Some(SinkShape { per_head: draw.once_in(2), count: 2 });
-    }
-    if draw.once_in(4) {
-        spec.bias = Some(
-            [dims.batch, dims.q_heads, dims.q_len, dims.kv_len].map(|len| draw.pick(&[1, len])),
-        );
-    }
-    if spec.bias.is_none_or(|shape| shape[2] == 1) && family != DENSE_BATCH {
-        spec.backward = draw.pick(&[BackwardMode::OnePass, BackwardMode::TwoPass]);
-    }
-    let mut case =
-        Case::new(format!("mask family {family}"), spec, masks(family, &dims, draw), draw);
-    if draw.once_in(2) {
-        case.dlse = Some(draw.tensor((dims.batch, dims.q_heads, dims.q_len)));
-    }
-    case.batch = batch(family, &dims, draw);
-    case
-}
-
-/// Returns the masks of a family; the batch of the family may mask further pairs.
-pub(super) fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
-    let plain = Masks::default();
-    let causal = Masks { causal: true, ..Masks::default() };
-    let window = |left, right| Window::new(left, right);
-    let object = |mask: Arc<dyn Mask>| Masks { objects: vec![mask], ..Masks::default() };
-    match family {
-        0 => plain,
-        1 => causal,
-        2 => Masks { window: Some([Some(4), None]), ..causal },
-        3 => Masks { window: Some([Some(3), Some(2)]), first_visible: draw.pick(&[0, 2]), ..plain },
-        4 => Masks { chunk: Some(6), ..plain },
-        5 => Masks { prefix: Some(5), ..plain },
-        6 => object(or(
-            Arc::new(window(Some(1), Some(0))),
-            Arc::new(Window { offset: -9, ..window(Some(2), Some(2)) }),
-        )),
-        7 => object(Arc::new(PerHead(
-            (0..dims.q_heads)
-                .map(|h| {
-                    if h % 2 == 0 {
-                        Arc::new(Causal { offset: 0 }) as Arc<dyn Mask>
-                    } else {
-                        Arc::new(window(Some(2), Some(2)))
-                    }
-                })
-                .collect(),
-        ))),
-        8 => object(Arc::new(Predicate::of_positions("a multiple of 3 apart", |i, j| {
-            (i - j) % 3 == 0
-        }))),
-        9 => {
-            let bits = draw.bits();
-            let shape = [1, dims.q_heads, dims.q_len, dims.kv_len];
-            object(Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[_, h, i, j]| {
-                bits >> ((h * 17 + i * 5 + j * 3) % 61) & 1 != 0
-            })))))
-        }
-        // masks of the batch under a causal mask: 10 segment ids, 11 packed lengths or positions,
-        // 12 dense
-        _ => causal,
-    }
-}
-
-/// Returns the batch of a family.
-pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
-    let Dims { batch, q_len, kv_len, .. } = *dims;
-    let mut made = Batch::default();
-    match family {
-        10 => {
-            let ids = |len: usize| {
-                Array2::from_shape_fn((batch, len), |(b, row)| {
-                    if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 }
-                })
-            };
-            made.q_segment_ids = Some(ids(q_len));
-            made.kv_segment_ids = Some(ids(kv_len));
-        }
-        11 if draw.once_in(2) => {
-            let thirds =
-                |len: usize| vec![0, len as i64 / 3, len as i64 / 3, len as i64 - len as i64 / 9];
-            made.cum_seqlens_q = Some(thirds(q_len));
-            made.cum_seqlens_k = Some(thirds(kv_len));
-        }
-        11 => {
-            let mut positions = |len: usize| {
-                Array2::from_shape_fn((batch, len), |(b, row)| {
-                    (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64
-                })
-            };
-            made.q_positions = Some(positions(q_len));
-            made.kv_positions = Some(positions(kv_len));
-        }
-        12 => {
-            let bits = draw.bits();
-            let shape = [draw.pick(&[1, batch]), 1, q_len, kv_len];
-            made.attention_mask = Some(DenseMask::from_fn(shape, |[b, _, i, j]| {
-                bits >> ((b * 29 + i * 7 + j) % 64) & 1 != 0
-            }));
-        }
-        _ => {}
-    }
-    made
-}
-
-/// Assigns rows to ranks at random and in random order, so that shards are uneven or empty.
-pub(super) fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
-    let mut deal = |len: usize| {
-        let mut shards = vec![Vec::new(); ranks];
-        for row in draw.permutation(len) {
-            shards[draw.below(ranks)].push(row as i64);
-        }
-        shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
-    };
-    Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
 }
 
 /// Ring sizes with several divisors.

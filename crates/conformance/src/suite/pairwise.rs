@@ -3,7 +3,7 @@
 //!
 //! | factor | values |
 //! |---|---|
-//! | mask | the families of `matrix.rs` |
+//! | mask | none, causal, windows, chunks, a prefix, mask objects, masks of the batch |
 //! | layout | contiguous, zigzag, striped, random, last rank without rows, chosen from the mask |
 //! | dims | raggedness, GQA, odd head dims, batch, fewer rows than ranks |
 //! | dtype | f32, f64, bf16, f16 |
@@ -16,33 +16,44 @@
 //! dense mask or with a bias that has a query axis, because several ranks refuse it.
 //!
 //! # Source
-//! Cohen et al. 1997 (AETG): one configuration after the other, each started with an uncovered pair
-//! and completed greedily.
+//! Cohen et al. 1997 (AETG): one configuration after the other, each started with an uncovered pair;
+//! here it is the best of some random ones.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
-    Alibi, Alignment, BackwardMode, BiasOrder, DType, Dims, Dropout, Runs, SinkShape, Spec,
+    Alibi, Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Dropout, Runs, SinkShape, Spec,
 };
 use annulus_plan::{CustomLayout, Layout, Route};
+use annulus_test_cases::{mask_object, set_of_batch};
 
-use super::{LAYOUTS, Verdict, examine, judge, matrix};
-use crate::{Case, Draw, Setting, Subject};
+use super::{LAYOUTS, Verdict, examine, judge};
+use crate::{Case, Draw, Masks, Setting, Subject};
+
+const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
 
 /// The factors, with their number of values.
 const FACTORS: [(&str, usize); 8] = [
-    ("mask", matrix::FAMILIES),
+    ("mask", MASKS),
     ("layout", 6),
     ("dims", DIMS.len()),
-    ("dtype", 4),
-    ("feature", FEATURES.len()),
+    ("dtype", DTYPES.len()),
+    ("feature", 11),
     ("backward", 4),
     ("route", 4),
     ("receive ahead", 3),
 ];
-const MASK: usize = 0;
+pub(super) const MASK: usize = 0;
+pub(super) const LAYOUT: usize = 1;
 const FEATURE: usize = 4;
 const BACKWARD: usize = 5;
+
+/// Number of masks.
+pub(super) const MASKS: usize = 13;
+/// The mask that is a dense one of the batch.
+const DENSE_BATCH: usize = 12;
+/// The feature that is a bias with a query axis.
+const BIAS_PER_PAIR: usize = 3;
 
 /// Dims of batch, lengths, heads and head dims that differ in raggedness and GQA.
 const DIMS: [Dims; 6] = [
@@ -63,34 +74,8 @@ const fn dims(
     Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Feature {
-    None,
-    BottomRight,
-    BiasOverQueries,
-    BiasPerPair,
-    Alibi,
-    SharedSinks,
-    SinksPerHead,
-    SoftCap,
-    Dropout,
-    Unnormalized,
-    RoundedLogits,
-}
-
-const FEATURES: [Feature; 11] = [
-    Feature::None,
-    Feature::BottomRight,
-    Feature::BiasOverQueries,
-    Feature::BiasPerPair,
-    Feature::Alibi,
-    Feature::SharedSinks,
-    Feature::SinksPerHead,
-    Feature::SoftCap,
-    Feature::Dropout,
-    Feature::Unnormalized,
-    Feature::RoundedLogits,
-];
+/// Value of a factor.
+type Value = (usize, usize);
 
 /// One value of every factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,51 +84,66 @@ pub struct Configuration {
 }
 
 impl Configuration {
+    /// Draws an allowed configuration with these values.
+    pub(super) fn drawn(given: &[Value], draw: &mut Draw) -> Self {
+        loop {
+            let mut values = FACTORS.map(|(_, count)| draw.below(count));
+            given.iter().for_each(|&(factor, value)| values[factor] = value);
+            let drawn = Self { values };
+            if drawn.pairs().all(may_meet) {
+                return drawn;
+            }
+        }
+    }
+
+    /// Returns the pairs of its values, the lower factor first.
+    fn pairs(&self) -> impl Iterator<Item = [Value; 2]> {
+        let values = self.values;
+        (0..values.len()).flat_map(move |b| (0..b).map(move |a| [(a, values[a]), (b, values[b])]))
+    }
+
     /// Returns the case; the same configuration gives the same case.
     pub fn case(&self) -> Case {
-        let [mask, _, dims, dtype, feature, backward, ..] = self.values;
+        self.case_of(DIMS[self.values[2]])
+    }
+
+    /// Returns the case with other dims.
+    pub(super) fn case_of(&self, dims: Dims) -> Case {
+        let [mask, _, _, dtype, feature, backward, ..] = self.values;
         let draw =
             &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
-        let dims = DIMS[dims];
-        let feature = FEATURES[feature];
         let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
         let mut spec = Spec::new(dims, DType::F64);
         match feature {
-            Feature::None => {}
-            Feature::BottomRight => spec.alignment = Alignment::BottomRight,
-            Feature::BiasOverQueries => spec.bias = Some([1, q_heads, 1, kv_len]),
-            Feature::BiasPerPair => spec.bias = Some([batch, 1, q_len, kv_len]),
-            Feature::Alibi => spec.bias_function = Some(Arc::new(Alibi::published(q_heads))),
-            Feature::SharedSinks => spec.sinks = Some(SinkShape { per_head: false, count: 2 }),
-            Feature::SinksPerHead => spec.sinks = Some(SinkShape { per_head: true, count: 1 }),
+            0 => {}
+            1 => spec.alignment = Alignment::BottomRight,
+            2 => spec.bias = Some([1, q_heads, 1, kv_len]),
+            BIAS_PER_PAIR => spec.bias = Some([batch, 1, q_len, kv_len]),
+            4 => spec.bias_function = Some(Arc::new(Alibi::published(q_heads))),
+            5 => spec.sinks = Some(SinkShape { per_head: false, count: 2 }),
+            6 => spec.sinks = Some(SinkShape { per_head: true, count: 1 }),
             // with a bias, whose order would otherwise have no effect
-            Feature::SoftCap => {
+            7 => {
                 spec.soft_cap = Some(2.0);
                 spec.bias_order = BiasOrder::BeforeSoftCap;
                 spec.bias = Some([1, 1, 1, kv_len]);
             }
-            Feature::Dropout => {
-                spec.dropout = Some(Dropout { probability: 0.4, seed: draw.bits() })
-            }
-            Feature::Unnormalized => spec.normalize = false,
-            Feature::RoundedLogits => spec.logits_dtype = DType::Bf16,
+            8 => spec.dropout = Some(Dropout { probability: 0.4, seed: draw.bits() }),
+            9 => spec.normalize = false,
+            _ => spec.logits_dtype = DType::Bf16,
         }
         if backward % 2 == 1 {
             spec.backward = BackwardMode::TwoPass;
         }
-        let mut case = Case::new(self.to_string(), spec, matrix::masks(mask, &dims, draw), draw);
-        if feature == Feature::RoundedLogits {
-            // multiples of 1/4 have exact products and sums: no order of summation changes the
-            // rounding of a logit
-            [&mut case.q, &mut case.k]
-                .into_iter()
-                .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
+        let mut case = Case::new(self.to_string(), spec, masks(mask, &dims, draw), draw);
+        if case.spec.logits_dtype == DType::Bf16 {
+            case.round_scores();
         }
         if backward >= 2 {
             case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
         }
-        case.batch = matrix::batch(mask, &dims, draw);
-        case.in_dtype(matrix::DTYPES[dtype])
+        case.batch = masks_of_batch(mask, &dims, draw);
+        case.in_dtype(DTYPES[dtype])
     }
 
     /// Returns its setting over `ranks` ranks; the same configuration gives the same setting.
@@ -151,7 +151,7 @@ impl Configuration {
         let [_, layout, dims, .., route, receive_ahead] = self.values;
         let dims = DIMS[dims];
         let layout = match layout {
-            3 => Some(matrix::random_layout(&dims, ranks, &mut Draw::new(ranks as u64))),
+            3 => Some(random_layout(&dims, ranks, &mut Draw::new(ranks as u64))),
             4 => Some(last_rank_empty(&dims, ranks)),
             5 => None,
             named => Some(LAYOUTS[named].clone()),
@@ -187,89 +187,80 @@ fn last_rank_empty(dims: &Dims, ranks: usize) -> Layout {
     Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
 }
 
+/// Returns the masks of this number; those of the batch may mask further pairs.
+fn masks(mask: usize, dims: &Dims, draw: &mut Draw) -> Masks {
+    let plain = Masks::default();
+    let causal = Masks { causal: true, ..Masks::default() };
+    match mask {
+        0 => plain,
+        1 => causal,
+        2 => Masks { window: Some([Some(4), None]), ..causal },
+        3 => Masks { window: Some([Some(3), Some(2)]), first_visible: draw.pick(&[0, 2]), ..plain },
+        4 => Masks { chunk: Some(6), ..plain },
+        5 => Masks { prefix: Some(5), ..plain },
+        6..10 => Masks { objects: vec![mask_object(mask - 5, dims, draw)], ..plain },
+        _ => causal,
+    }
+}
+
+/// Returns the batch that masks pairs: segment ids, packed lengths or positions, or dense.
+fn masks_of_batch(mask: usize, dims: &Dims, draw: &mut Draw) -> Batch {
+    let kinds: &[usize] = match mask {
+        10 => &[0],
+        11 if draw.once_in(2) => &[3],
+        11 => &[1, 2],
+        DENSE_BATCH => &[4],
+        _ => &[],
+    };
+    let mut batch = Batch::default();
+    kinds.iter().for_each(|&kind| set_of_batch(kind, dims, draw, &mut batch));
+    batch
+}
+
+/// Assigns rows to ranks at random and in random order, so that shards are uneven or empty.
+pub(super) fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
+    let mut deal = |len: usize| {
+        let mut shards = vec![Vec::new(); ranks];
+        for row in draw.permutation(len) {
+            shards[draw.below(ranks)].push(row as i64);
+        }
+        shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
+    };
+    Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
+}
+
 /// True if two values of different factors may be combined, the lower factor first.
-fn may_meet(factor: usize, value: usize, other_factor: usize, other: usize) -> bool {
+fn may_meet([(factor, value), (other_factor, other)]: [Value; 2]) -> bool {
     let two_pass = other_factor == BACKWARD && other % 2 == 1;
-    let refused = (factor == MASK && value == matrix::DENSE_BATCH)
-        || (factor == FEATURE && FEATURES[value] == Feature::BiasPerPair);
+    let refused = [(MASK, DENSE_BATCH), (FEATURE, BIAS_PER_PAIR)].contains(&(factor, value));
     !(two_pass && refused)
 }
 
 /// Returns configurations that cover every allowed pair of values of different factors.
 pub fn pairwise() -> Vec<Configuration> {
-    let factors = FACTORS.len();
-    // met[a][x][b][y], a < b: true if value x of factor a was combined with value y of factor b, or
-    // may not be
-    let row = |a: usize, x: usize| {
-        (0..factors)
-            .map(|b| (0..FACTORS[b].1).map(|y| b <= a || !may_meet(a, x, b, y)).collect())
-            .collect()
-    };
-    let mut met: Vec<Vec<Vec<Vec<bool>>>> =
-        (0..factors).map(|a| (0..FACTORS[a].1).map(|x| row(a, x)).collect()).collect();
+    let values = |factor: usize| (0..FACTORS[factor].1).map(move |value| (factor, value));
+    let mut missing = BTreeSet::new();
+    for b in 0..FACTORS.len() {
+        for (one, other) in
+            (0..b).flat_map(|a| values(a).flat_map(|x| values(b).map(move |y| (x, y))))
+        {
+            missing.insert([one, other]);
+        }
+    }
+    missing.retain(|&pair| may_meet(pair));
     let draw = &mut Draw::new(7);
     let mut all = Vec::new();
-    while let Some([(a, x), (b, y)]) = first_missing(&met) {
-        let mut best: Option<(usize, [Option<usize>; FACTORS.len()])> = None;
-        for _ in 0..20 {
-            let mut values = [None; FACTORS.len()];
-            (values[a], values[b]) = (Some(x), Some(y));
-            for factor in draw.permutation(factors) {
-                if values[factor].is_none() {
-                    values[factor] = fill(&met, &values, factor, draw);
-                }
-            }
-            let gain = pairs(&values).filter(|&[(a, x), (b, y)]| !met[a][x][b][y]).count();
-            if values.iter().all(Option::is_some) && best.is_none_or(|(most, _)| gain > most) {
-                best = Some((gain, values));
-            }
+    while let Some(pair) = missing.first().copied() {
+        let drawn = (0..60).map(|_| Configuration::drawn(&pair, draw));
+        let gain =
+            |drawn: &Configuration| drawn.pairs().filter(|pair| missing.contains(pair)).count();
+        let Some(best) = drawn.max_by_key(gain) else { break };
+        for pair in best.pairs() {
+            missing.remove(&pair);
         }
-        // every uncovered pair can be completed: values that exclude each other leave others of
-        // both factors
-        let Some((_, values)) = best else { break };
-        pairs(&values).for_each(|[(a, x), (b, y)]| met[a][x][b][y] = true);
-        all.push(Configuration { values: values.map(Option::unwrap_or_default) });
+        all.push(best);
     }
     all
-}
-
-type Value = (usize, usize);
-
-fn first_missing(met: &[Vec<Vec<Vec<bool>>>]) -> Option<[Value; 2]> {
-    let of = |a: usize, x: usize| {
-        (0..FACTORS.len()).flat_map(move |b| (0..FACTORS[b].1).map(move |y| [(a, x), (b, y)]))
-    };
-    let all = (0..FACTORS.len()).flat_map(|a| (0..FACTORS[a].1).flat_map(move |x| of(a, x)));
-    all.into_iter().find(|&[(a, x), (b, y)]| !met[a][x][b][y])
-}
-
-/// Returns the pairs of the values that are set, the lower factor first.
-fn pairs(values: &[Option<usize>; FACTORS.len()]) -> impl Iterator<Item = [Value; 2]> {
-    let set: Vec<Value> =
-        values.iter().enumerate().filter_map(|(factor, value)| Some((factor, (*value)?))).collect();
-    (0..set.len()).flat_map(move |b| (0..b).map(|a| [set[a], set[b]]).collect::<Vec<_>>())
-}
-
-/// Returns the value of `factor` that covers most new pairs, a random one of equals; `None` if none
-/// is allowed.
-fn fill(
-    met: &[Vec<Vec<Vec<bool>>>],
-    values: &[Option<usize>; FACTORS.len()],
-    factor: usize,
-    draw: &mut Draw,
-) -> Option<usize> {
-    let candidates = (0..FACTORS[factor].1).filter_map(|value| {
-        let mut tried = *values;
-        tried[factor] = Some(value);
-        let news = pairs(&tried)
-            .map(|[(a, x), (b, y)]| may_meet(a, x, b, y).then_some(usize::from(!met[a][x][b][y])));
-        Some((news.sum::<Option<usize>>()?, value))
-    });
-    let candidates: Vec<(usize, usize)> = candidates.collect();
-    let most = candidates.iter().map(|(gain, _)| *gain).max()?;
-    let best: Vec<usize> =
-        candidates.into_iter().filter(|(gain, _)| *gain == most).map(|(_, value)| value).collect();
-    Some(draw.pick(&best))
 }
 
 /// Runs every configuration, on each of the numbers of ranks in turn.
@@ -282,59 +273,4 @@ pub fn pairwise_cases(subject: &dyn Subject, ranks: &[usize]) -> Verdict {
         examine(subject, &judge(&case)?, &case, &configuration.setting(ranks))?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    #[test]
-    fn pairs_are_covered_exactly_if_they_are_allowed() {
-        let all = pairwise();
-        assert!(all.len() <= 400, "{} configurations", all.len());
-        let two_pass = [1, 3];
-        let per_pair =
-            FEATURES.iter().position(|&feature| feature == Feature::BiasPerPair).unwrap();
-        for (b, (name_b, count_b)) in FACTORS.into_iter().enumerate() {
-            for (a, (name_a, count_a)) in FACTORS.into_iter().enumerate().take(b) {
-                for (x, y) in (0..count_a).flat_map(|x| (0..count_b).map(move |y| (x, y))) {
-                    let refused = b == BACKWARD
-                        && two_pass.contains(&y)
-                        && [(MASK, matrix::DENSE_BATCH), (FEATURE, per_pair)].contains(&(a, x));
-                    let meets = all.iter().any(|configuration| {
-                        configuration.values[a] == x && configuration.values[b] == y
-                    });
-                    assert_eq!(meets, !refused, "{name_a} {x} and {name_b} {y}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn every_value_changes_the_case_or_the_setting() {
-        // a configuration as text without its name
-        let described = |values: [usize; FACTORS.len()]| {
-            let configuration = Configuration { values };
-            let case = configuration.case();
-            let setting = configuration.setting(3);
-            format!(
-                "{:?} {:?} {:?} {} {setting} {:?}",
-                case.spec,
-                case.masks,
-                case.batch,
-                case.dlse.is_some(),
-                setting.layout
-            )
-        };
-        for (factor, (name, count)) in FACTORS.into_iter().enumerate() {
-            let of = |value| {
-                let mut values = [1, 0, 1, 0, 0, 0, 0, 0];
-                values[factor] = value;
-                described(values)
-            };
-            assert_eq!((0..count).map(of).collect::<BTreeSet<_>>().len(), count, "{name}");
-        }
-    }
 }

@@ -7,9 +7,9 @@
 use std::time::Duration;
 
 use annulus::{LocalRing, Plan};
-use annulus_comm::{Checksum, Deadline, Staged, threads};
+use annulus_comm::{Checksum, Staged};
 use annulus_conformance::{
-    Case, FacadeOn, HostViewMemory, RankSetup, RingSubject, Setting, Subject,
+    Case, FacadeOn, RankSetup, RingSubject, Setting, Subject,
     device::{Device, DeviceTransport, MockBackend, MockSpace, device_ring},
     subjects::{mock, mock_staged, pairwise},
     suite::{self, Poison, Scale},
@@ -94,27 +94,8 @@ fn a_dropped_plan_frees_its_memory() {
     }
 }
 
-/// Tensors in host memory, blocks on the mock device.
-type Rank = RankSetup<HostViewMemory<MockSpace>, OnHost<MockBackend>>;
-
+/// The facade for tensors in host memory, with blocks on the mock device.
 fn for_host_tensors() -> impl Subject {
-    RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
-        let rank = |transport| {
-            let device = Device::new();
-            let staged =
-                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
-            Ok(RankSetup {
-                memory: HostViewMemory::new(),
-                backend: OnHost::new(MockBackend::new(device.clone()), device),
-                transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),
-            })
-        };
-        threads::ring(ranks).into_iter().map(rank).collect()
-    })
-}
-
-/// The facade for host tensors.
-fn facade() -> impl Subject {
     let dtypes = [DType::F32, DType::F64, DType::Bf16, DType::F16];
     FacadeOn::new("facade on the mock device", &dtypes, |setup, dims, ranks| {
         LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
@@ -129,7 +110,7 @@ fn facade() -> impl Subject {
 
 #[test]
 fn strategies_hold_for_host_tensors() {
-    suite::head_strategies(&facade(), 0..24).unwrap();
+    suite::head_strategies(&for_host_tensors(), 0..24).unwrap();
 }
 
 #[test]

@@ -98,6 +98,12 @@ impl BatchNeeds {
 /// Union of the positions of several users, in each part of the needs.
 pub(crate) struct UserUnion(Vec<PositionSet>);
 
+impl UserUnion {
+    pub(crate) fn clear(&mut self) {
+        self.0.iter_mut().for_each(PositionSet::clear);
+    }
+}
+
 impl<'a> NeedsIndex<'a> {
     /// Computes the **key** rows that each rank's queries may attend to, as [`Needs::of_queries`].
     /// Calls `tick` after each rank, and within a rank after every few queries.

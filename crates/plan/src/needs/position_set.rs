@@ -38,6 +38,10 @@ pub(crate) struct PositionSet {
 }
 
 impl PositionSet {
+    pub(crate) fn clear(&mut self) {
+        self.ends.clear();
+    }
+
     /// Adds intervals, which are not empty.
     pub(crate) fn extend(&mut self, intervals: &[(usize, Range<i64>)]) {
         intervals.iter().for_each(|(segment, range)| self.insert(*segment, range));

@@ -176,7 +176,7 @@ impl Builder<'_> {
         let owner = self.route.owner(rank, step, self.ranks);
         let index = step % unions.len();
         if is_first {
-            unions[index] = self.needs.no_users();
+            unions[index].clear();
         }
         for step in added {
             let user = self.route.user(owner, step, self.ranks);
@@ -276,7 +276,7 @@ impl Builder<'_> {
             let user = self.user(step);
             let mut rows = self.needs.rows(user, self.rank);
             if !self.route.forwards(step + 1, self.ranks) {
-                later_users = self.needs.no_users();
+                later_users.clear();
             }
             if self.route != Route::Direct {
                 if !rows.is_empty() {
