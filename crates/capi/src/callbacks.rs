@@ -12,7 +12,7 @@ use annulus::{
     mask::{Fingerprint, Key, KeyIntervals, Mask, Query},
 };
 
-use crate::versioned::check_pointer;
+use crate::fields::check_pointer;
 
 /// One pair of query and key, as a callback gets it.
 #[repr(C)]

@@ -13,7 +13,7 @@ use annulus::{
 #[cfg(feature = "mpi")]
 use crate::callbacks::SilenceHook;
 use crate::{
-    fields::{flag, length, one_of, optional, seconds},
+    fields::{self, Versioned, flag, length, one_of, optional, seconds},
     option_fields::{
         ANNULUS_LAYOUT_AUTO, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS,
         ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG,
@@ -22,7 +22,6 @@ use crate::{
     },
     status::guard,
     tensor::dtype,
-    versioned::{self, Versioned},
 };
 
 /// Sets the defaults of all options, and `struct_size`.
@@ -40,8 +39,8 @@ pub unsafe extern "C" fn annulus_options_init(
     struct_size: u64,
 ) -> std::ffi::c_int {
     guard(|| {
-        let options = versioned::check_pointer(annulus_options::NAME, options.cast_const())?;
-        let size = versioned::check_size::<annulus_options>(struct_size)?;
+        let options = fields::check_pointer(annulus_options::NAME, options.cast_const())?;
+        let size = fields::check_size::<annulus_options>(struct_size)?;
         let defaults = annulus_options { struct_size, ..annulus_options::defaults() };
         let known = size.min(size_of::<annulus_options>());
         // SAFETY: the caller promises `size` writable bytes, `known` is no more; a struct on the
@@ -314,7 +313,7 @@ fn division(options: &annulus_options) -> Result<Division> {
 /// Opens the backend.
 fn open(name: BackendName, device: Option<usize>, threads: i64) -> Result<AnyBackend> {
     #[cfg(feature = "emulator")]
-    if name == BackendName::Cuda && crate::driver::is_emulated() {
+    if name == BackendName::Cuda && crate::cuda::is_emulated() {
         // only streams of the host's are emulated
         return AnyBackend::open(BackendName::Cpu, None, 0);
     }

@@ -2,8 +2,7 @@
 //! numbers of the CPU, staged and over a communicator of NCCL; and refusals.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     ffi::c_int,
@@ -29,7 +28,7 @@ use annulus::{
 use annulus_capi::*;
 use annulus_core::{Control, Element, Host, Incoming, Outgoing, Transport};
 use annulus_cuda_emulator as emulator;
-use calls::{PassInputs, args, attention, last_error, ok, rows};
+use common::{PassInputs, args, attention, last_error, ok, rows};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
@@ -109,7 +108,7 @@ fn options(dtype: i32, ordinal: usize) -> annulus_options {
         backend: ANNULUS_BACKEND_CUDA,
         has_device: 1,
         device: ordinal as i64,
-        ..calls::options(DIMS)
+        ..common::options(DIMS)
     }
 }
 

@@ -2,8 +2,7 @@
 //! other bits than without the option, so that none is ignored.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     ffi::{CStr, CString, c_void},
@@ -21,7 +20,7 @@ use annulus::{
     planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
-use calls::{
+use common::{
     args, attention, batch, described, last_error, ok, options, plan_of_threads, pointer, tensor,
 };
 use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
@@ -226,7 +225,7 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
 struct Case {
     name: &'static str,
     dims: Dims,
-    options: fn(&mut annulus_options),
+    options: Change,
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
     setup: Setup,
@@ -239,7 +238,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(name: &'static str, options: fn(&mut annulus_options), setup: impl Into<Setup>) -> Self {
+    fn new(name: &'static str, options: Change, setup: impl Into<Setup>) -> Self {
         Self {
             name,
             dims: DIMS,
@@ -739,6 +738,8 @@ fn decoded_by_facade(backend: BackendName) -> Vec<u32> {
     decoded
 }
 
+type Change = fn(&mut annulus_options);
+
 #[test]
 fn a_backend_that_is_not_there_is_refused_by_name() {
     let refusal = |change: &dyn Fn(&mut annulus_options)| {
@@ -750,7 +751,7 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         assert!(attention.is_null());
         (status, last_error())
     };
-    let changes: [(fn(&mut annulus_options), &str); 3] = [
+    let changes: [(Change, &str); 3] = [
         (|o| o.backend = 3, "backend: got 3, want"),
         (|o| o.device = 1, "device: got 1, want 0, or has_device"),
         (|o| o.has_device = 1, "device: got 0, want none: the CPU"),
