@@ -416,10 +416,7 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
             hook.call(Some(silence.peer), silence.step, silence.waited);
         };
         description.set_runtime(|runtime| runtime.on_silence(call));
-        #[cfg(feature = "mpi")]
-        {
-            description.mpi.silence = Some(hook);
-        }
+        description.mpi.silence = Some(hook);
         Ok(())
     })
 }

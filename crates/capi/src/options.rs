@@ -1,8 +1,6 @@
 //! The options of an attention, and what the builder makes of them.
 
-use std::mem;
-#[cfg(feature = "mpi")]
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 use annulus::{
     Attention, CacheShape, Dims, Division, Error, Layout, Result, Route, Runtime, Setup, SinkShape,
@@ -10,9 +8,8 @@ use annulus::{
     backend::{AnyBackend, BackendName},
 };
 
-#[cfg(feature = "mpi")]
-use crate::callbacks::SilenceHook;
 use crate::{
+    callbacks::SilenceHook,
     fields::{self, Versioned, flag, length, one_of, optional, seconds},
     option_fields::{
         ANNULUS_LAYOUT_AUTO, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS,
@@ -57,7 +54,6 @@ pub unsafe extern "C" fn annulus_options_init(
 /// Inputs of a plan, except its transport.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
-    #[cfg(feature = "mpi")]
     pub(crate) mpi: MpiOptions,
     pub(crate) setup: Setup,
     pub(crate) dims: Dims,
@@ -86,8 +82,8 @@ pub(crate) struct HostStream {
 }
 
 /// Options of a plan over MPI.
-#[cfg(feature = "mpi")]
 #[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "without MPI no plan has these"))]
 pub(crate) struct MpiOptions {
     /// True to take over the communicator.
     pub(crate) adopts: bool,
@@ -149,10 +145,7 @@ impl Description {
         let adopts = flag("adopt_communicator", options.adopt_communicator)?;
         let arrival_deadline =
             seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)?;
-        #[cfg(not(feature = "mpi"))]
-        let _ = (adopts, arrival_deadline);
         Ok(Self {
-            #[cfg(feature = "mpi")]
             mpi: MpiOptions { adopts, arrival_deadline, silence: None },
             setup,
             dims,

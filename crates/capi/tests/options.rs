@@ -229,8 +229,6 @@ struct Case {
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
     setup: Setup,
-    bias: Option<[usize; 4]>,
-    sinks: Option<SinkShape>,
     batch: Batch,
     /// True if the option must change no more than the order of rounding.
     same: bool,
@@ -245,8 +243,6 @@ impl Case {
             options,
             add: |_| {},
             setup: setup.into(),
-            bias: None,
-            sinks: None,
             batch: Batch::default(),
             same: false,
             backend: BackendName::Cpu,
@@ -350,28 +346,23 @@ fn scores() -> Vec<Case> {
         ),
         Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
         Case::new("logits_soft_cap", |o| o.logits_soft_cap = 0.75, new().logits_soft_cap(0.75)),
-        Case {
-            bias: Some([batch, heads, queries, keys]),
-            ..Case::new(
-                "bias",
-                |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
-                new().bias([batch, heads, queries, keys]),
-            )
-        },
-        Case {
-            bias: Some([1, heads, 1, keys]),
-            ..Case::new(
-                "a bias that is broadcast, before the cap",
-                |o| {
-                    (o.bias_dims, o.logits_soft_cap, o.bias_order) =
-                        ([1, o.q_heads, 1, o.kv_len], 0.5, ANNULUS_BIAS_BEFORE_SOFT_CAP)
-                },
-                new()
-                    .bias([1, heads, 1, keys])
-                    .logits_soft_cap(0.5)
-                    .bias_order(BiasOrder::BeforeSoftCap),
-            )
-        },
+        Case::new(
+            "bias",
+            |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
+            new().bias([batch, heads, queries, keys]),
+        ),
+        Case::new(
+            "a bias that is broadcast, before the cap",
+            |o| {
+                o.bias_dims = [1, o.q_heads, 1, o.kv_len];
+                o.logits_soft_cap = 0.5;
+                o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
+            },
+            new()
+                .bias([1, heads, 1, keys])
+                .logits_soft_cap(0.5)
+                .bias_order(BiasOrder::BeforeSoftCap),
+        ),
         Case {
             // SAFETY: as of the masks
             add: |attention| unsafe {
@@ -400,18 +391,12 @@ fn scores() -> Vec<Case> {
                 ))),
             )
         },
-        Case {
-            sinks: Some(SinkShape::shared(2)),
-            ..Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2)))
-        },
-        Case {
-            sinks: Some(SinkShape::per_head(1)),
-            ..Case::new(
-                "sinks_per_head",
-                |o| (o.sinks, o.sinks_per_head) = (1, 1),
-                new().softmax_aux(SinkShape::per_head(1)),
-            )
-        },
+        Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2))),
+        Case::new(
+            "sinks_per_head",
+            |o| (o.sinks, o.sinks_per_head) = (1, 1),
+            new().softmax_aux(SinkShape::per_head(1)),
+        ),
         Case::new("unnormalized", |o| o.unnormalized = 1, new().unnormalized(true)),
         Case::new(
             "dropout",
@@ -608,7 +593,8 @@ fn batches() -> Vec<Case> {
 
 fn check<T: Element>(cases: &[Case]) {
     for case in cases {
-        let data = Data::<T>::of(case.dims, case.bias, case.sinks);
+        let spec = case.setup.spec(case.dims).unwrap();
+        let data = Data::<T>::of(case.dims, spec.bias, spec.sinks);
         let want = by_facade(&case.setup, case.dims, &data, &case.batch, case.backend);
         let got = by_c(case, &data);
         let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
