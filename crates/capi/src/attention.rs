@@ -21,12 +21,11 @@ use crate::{
         SilenceHook, annulus_bias_function, annulus_mask_function, annulus_silence_function,
         annulus_step_event, annulus_step_function, name,
     },
-    fields::{length, list, write_rows},
+    fields::{self, check_pointer, length, list, write_rows},
     handle::Handles,
     option_fields::annulus_options,
     options::{Description, ListedKind},
     status::guard,
-    versioned::{self, check_pointer},
 };
 
 /// The description of an attention. Opaque.
@@ -71,7 +70,7 @@ pub unsafe extern "C" fn annulus_attention_create(
     attention: *mut *mut annulus_attention,
 ) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { ATTENTIONS.create(attention, || Description::of(&versioned::read(options)?)) }
+    unsafe { ATTENTIONS.create(attention, || Description::of(&fields::read(options)?)) }
 }
 
 /// Adds a mask of the host's, as one more condition.
@@ -417,10 +416,7 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
             hook.call(Some(silence.peer), silence.step, silence.waited);
         };
         description.set_runtime(|runtime| runtime.on_silence(call));
-        #[cfg(feature = "mpi")]
-        {
-            description.mpi.silence = Some(hook);
-        }
+        description.mpi.silence = Some(hook);
         Ok(())
     })
 }

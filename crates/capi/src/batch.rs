@@ -5,8 +5,8 @@ use annulus_core::memory;
 use ndarray::Array2;
 
 use crate::{
+    fields::{self, Versioned},
     tensor::{ANNULUS_I32, ANNULUS_I64, Checked, annulus_tensor},
-    versioned::{self, Versioned},
 };
 
 /// The part of a batch that decides which pairs are visible. NULL: no such condition.
@@ -81,7 +81,7 @@ pub(crate) unsafe fn copied(batch: *const annulus_batch) -> Result<Option<Batch>
         return Ok(None);
     }
     // SAFETY: as the caller promises
-    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }.map(Some)
+    unsafe { fields::read(batch).and_then(|batch| batch.copy()) }.map(Some)
 }
 
 fn too_many_axes(tensor: &Checked, want: &str) -> Error {

@@ -11,14 +11,13 @@ use crate::endpoint::MPI_Comm;
 use crate::{
     attention::{annulus_attention, description},
     endpoint::{self, Communicator, annulus_endpoint},
-    fields::{length, write_numbers, write_rows},
+    fields::{self, Versioned, length, write_numbers, write_rows},
     handle::Handles,
     options::Description,
     overlap, passes,
     plan::by_dtype,
     status::guard,
     tensor::{Checked, annulus_tensor},
-    versioned::{self, Versioned},
 };
 
 /// A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. Opaque.
@@ -374,7 +373,7 @@ unsafe fn attend_tensors<'a, T: Element>(
     // SAFETY: as the caller promises; the views of outputs share no element with another view,
     // which `overlap::check` has proved before any is made
     unsafe {
-        let args = versioned::read(args)?;
+        let args = fields::read(args)?;
         let q = Checked::read("q", args.q)?;
         let softmax_aux = Checked::read_optional("softmax_aux", args.softmax_aux)?;
         let out = Checked::read("out", args.out)?;

@@ -12,7 +12,7 @@ use annulus::{
     mask::{Fingerprint, Key, KeyIntervals, Mask, Query},
 };
 
-use crate::versioned::check_pointer;
+use crate::fields::check_pointer;
 
 /// One pair of query and key, as a callback gets it.
 #[repr(C)]
@@ -179,16 +179,12 @@ pub(crate) unsafe fn name(name: *const c_char) -> Result<String> {
     Ok(text.to_owned())
 }
 
-fn number(row: u64) -> i64 {
-    row.cast_signed()
-}
-
 fn pair(query: &Query, key: &Key) -> annulus_pair {
     annulus_pair {
-        batch: number(query.batch as u64),
-        head: number(query.head as u64),
-        q_row: number(query.row),
-        kv_row: number(key.row),
+        batch: query.batch as i64,
+        head: query.head as i64,
+        q_row: query.row.cast_signed(),
+        kv_row: key.row.cast_signed(),
         q_position: query.position,
         kv_position: key.position,
     }

@@ -1,6 +1,8 @@
 //! Plans in a CUDA stream of the host's, on tensors in device memory.
 
 use std::ffi::{c_int, c_void};
+#[cfg(feature = "emulator")]
+use std::{path::PathBuf, sync::OnceLock};
 
 use annulus::{Error, Result, backend::BackendName};
 
@@ -110,22 +112,44 @@ pub(crate) use on_device::over_mpi;
 #[cfg(feature = "cuda")]
 pub(crate) use on_device::{DevicePlan, over};
 
+/// Folder of compiled kernels, once CUDA is emulated.
+#[cfg(feature = "emulator")]
+static EMULATED_KERNELS: OnceLock<PathBuf> = OnceLock::new();
+
+/// Emulates CUDA and NCCL in this process, with compiled kernels in this folder.
+#[cfg(feature = "emulator")]
+#[doc(hidden)]
+pub fn emulate_cuda(kernels: PathBuf) {
+    EMULATED_KERNELS.get_or_init(|| kernels);
+}
+
+/// True after [`emulate_cuda`].
+#[cfg(feature = "emulator")]
+#[doc(hidden)]
+pub fn is_emulated() -> bool {
+    EMULATED_KERNELS.get().is_some()
+}
+
 #[cfg(feature = "cuda")]
 mod on_device {
     use std::ptr;
 
+    #[cfg(feature = "emulator")]
+    use annulus::backend::cuda::device;
+    #[cfg(feature = "nccl")]
+    use annulus::backend::cuda::device::nccl::NcclSymbols;
     use annulus::{
         Plan,
         backend::cuda::{
             Cuda,
-            device::{CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream},
+            device::{CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream, Symbols},
         },
         comm::Staged,
     };
     use annulus_core::{Host, Transport};
 
     use super::{Error, HostStream, Result};
-    use crate::{driver, options::Description, tensor::Checked};
+    use crate::{options::Description, tensor::Checked};
 
     /// One rank, on tensors in device memory.
     pub(crate) type DevicePlan = Plan<CudaSpace>;
@@ -192,10 +216,33 @@ mod on_device {
         // SAFETY: the host has promised both: a context of this GPU and its stream, which outlive
         // the plans
         let stream = unsafe {
-            let device = Device::borrowed(driver::symbols()?, ordinal, context)?;
+            let device = Device::borrowed(symbols()?, ordinal, context)?;
             Stream::borrowed(&device, stream)
         };
-        driver::cuda_on(stream)
+        #[cfg(feature = "emulator")]
+        if let Some(kernels) = super::EMULATED_KERNELS.get() {
+            let cache = Some(device::ImageCache::new(kernels.clone()));
+            let symbols = annulus_cuda_emulator::compiler_symbols();
+            return Ok(Cuda::on(stream, device::Compiler::with_symbols(symbols, cache)?));
+        }
+        Cuda::on_stream(stream)
+    }
+
+    fn symbols() -> Result<Symbols> {
+        #[cfg(feature = "emulator")]
+        if super::is_emulated() {
+            return Ok(annulus_cuda_emulator::symbols());
+        }
+        Symbols::system()
+    }
+
+    #[cfg(feature = "nccl")]
+    fn nccl_symbols() -> Result<NcclSymbols> {
+        #[cfg(feature = "emulator")]
+        if super::is_emulated() {
+            return Ok(annulus_cuda_emulator::nccl_symbols());
+        }
+        NcclSymbols::system()
     }
 
     #[cfg(feature = "nccl")]
@@ -206,7 +253,7 @@ mod on_device {
     ) -> Result<Link> {
         use annulus::comm::nccl::{Nccl, STARTUP_DEADLINE};
 
-        let symbols = driver::nccl_symbols().inspect_err(|error| transport.abort(error))?;
+        let symbols = nccl_symbols().inspect_err(|error| transport.abort(error))?;
         let communicator = ptr::with_exposed_provenance_mut(communicator);
         // SAFETY: the host has promised a communicator on this GPU that outlives the plan
         let nccl =

@@ -23,7 +23,7 @@ use std::{
 use annulus::{Error, Result};
 use annulus_core::Process;
 
-use crate::{status::guard, versioned::check_pointer};
+use crate::{fields::check_pointer, status::guard};
 
 /// The handles of one kind.
 pub(crate) struct Handles<T> {

@@ -12,7 +12,7 @@
 //! * It returns a status, [`annulus::Error::code`] or 0, and never unwinds ([`status`]).
 //! * A handle is a number that is never used twice, so a handle that is foreign or was destroyed is
 //!   found in a table and never dereferenced ([`handle`]).
-//! * A struct that may grow begins with its size ([`versioned`]).
+//! * A struct that may grow begins with its size ([`fields`]).
 //! * A tensor is checked before a view of it is made ([`tensor`], [`overlap`]).
 //! * It starts no thread that was not requested: a rank computes with one thread by default.
 #![allow(non_camel_case_types, reason = "types of the C interface have the names of C")]
@@ -22,8 +22,6 @@ mod batch;
 mod cache;
 mod callbacks;
 mod cuda;
-#[cfg(feature = "cuda")]
-mod driver;
 mod endpoint;
 mod fields;
 mod handle;
@@ -35,16 +33,12 @@ mod passes;
 mod plan;
 mod status;
 mod tensor;
-mod versioned;
 
 pub use attention::*;
 pub use batch::*;
 pub use cache::*;
 pub use callbacks::*;
 pub use cuda::*;
-#[cfg(feature = "emulator")]
-#[doc(hidden)]
-pub use driver::{emulate_cuda, is_emulated};
 pub use endpoint::*;
 pub use fields::ANNULUS_NONE;
 pub use option_fields::*;

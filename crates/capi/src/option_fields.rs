@@ -4,9 +4,10 @@
 use annulus::{Alignment, Attention, BackwardMode, BiasOrder, Division, Precision, Result, Runtime};
 
 use crate::{
-    fields::{ANNULUS_NONE, count, flag, number, one_of, optional, positive, seconds},
+    fields::{
+        ANNULUS_NONE, Versioned, count, flag, number, one_of, optional, positive, seconds,
+    },
     tensor::ANNULUS_F32,
-    versioned::Versioned,
 };
 
 /// Query i has position i.

@@ -1,8 +1,6 @@
 //! The options of an attention, and what the builder makes of them.
 
-use std::mem;
-#[cfg(feature = "mpi")]
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 use annulus::{
     Attention, CacheShape, Dims, Division, Error, Layout, Result, Route, Runtime, Setup, SinkShape,
@@ -10,10 +8,9 @@ use annulus::{
     backend::{AnyBackend, BackendName},
 };
 
-#[cfg(feature = "mpi")]
-use crate::callbacks::SilenceHook;
 use crate::{
-    fields::{flag, length, one_of, optional, seconds},
+    callbacks::SilenceHook,
+    fields::{self, Versioned, flag, length, one_of, optional, seconds},
     option_fields::{
         ANNULUS_LAYOUT_AUTO, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS,
         ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG,
@@ -22,7 +19,6 @@ use crate::{
     },
     status::guard,
     tensor::dtype,
-    versioned::{self, Versioned},
 };
 
 /// Sets the defaults of all options, and `struct_size`.
@@ -40,8 +36,8 @@ pub unsafe extern "C" fn annulus_options_init(
     struct_size: u64,
 ) -> std::ffi::c_int {
     guard(|| {
-        let options = versioned::check_pointer(annulus_options::NAME, options.cast_const())?;
-        let size = versioned::check_size::<annulus_options>(struct_size)?;
+        let options = fields::check_pointer(annulus_options::NAME, options.cast_const())?;
+        let size = fields::check_size::<annulus_options>(struct_size)?;
         let defaults = annulus_options { struct_size, ..annulus_options::defaults() };
         let known = size.min(size_of::<annulus_options>());
         // SAFETY: the caller promises `size` writable bytes, `known` is no more; a struct on the
@@ -58,7 +54,6 @@ pub unsafe extern "C" fn annulus_options_init(
 /// Inputs of a plan, except its transport.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
-    #[cfg(feature = "mpi")]
     pub(crate) mpi: MpiOptions,
     pub(crate) setup: Setup,
     pub(crate) dims: Dims,
@@ -87,8 +82,8 @@ pub(crate) struct HostStream {
 }
 
 /// Options of a plan over MPI.
-#[cfg(feature = "mpi")]
 #[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "without MPI no plan has these"))]
 pub(crate) struct MpiOptions {
     /// True to take over the communicator.
     pub(crate) adopts: bool,
@@ -150,10 +145,7 @@ impl Description {
         let adopts = flag("adopt_communicator", options.adopt_communicator)?;
         let arrival_deadline =
             seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)?;
-        #[cfg(not(feature = "mpi"))]
-        let _ = (adopts, arrival_deadline);
         Ok(Self {
-            #[cfg(feature = "mpi")]
             mpi: MpiOptions { adopts, arrival_deadline, silence: None },
             setup,
             dims,
@@ -314,7 +306,7 @@ fn division(options: &annulus_options) -> Result<Division> {
 /// Opens the backend.
 fn open(name: BackendName, device: Option<usize>, threads: i64) -> Result<AnyBackend> {
     #[cfg(feature = "emulator")]
-    if name == BackendName::Cuda && crate::driver::is_emulated() {
+    if name == BackendName::Cuda && crate::cuda::is_emulated() {
         // only streams of the host's are emulated
         return AnyBackend::open(BackendName::Cpu, None, 0);
     }

@@ -9,11 +9,11 @@ use annulus_core::{Gradients, Inputs, Outputs};
 use ndarray::{ArrayView, ArrayView3, ArrayView4, ArrayViewMut, Dimension};
 
 use crate::{
+    fields::{self, Versioned, check_pointer},
     overlap,
     plan::{PLANS, ProcessPlan, annulus_plan, by_dtype},
     status::guard,
     tensor::{Checked, annulus_tensor},
-    versioned::{self, Versioned, check_pointer},
 };
 
 /// The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
@@ -211,7 +211,7 @@ impl ForwardArgs {
     unsafe fn read(args: *const annulus_forward_args) -> Result<Self> {
         // SAFETY: as the caller promises
         let (inputs, outputs) = unsafe {
-            let args = versioned::read(args)?;
+            let args = fields::read(args)?;
             (
                 inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 outputs([args.out, args.lse, args.max, args.sum, args.ties, args.out_residual])?,
@@ -240,7 +240,7 @@ impl BackwardArgs {
     unsafe fn read(args: *const annulus_backward_args) -> Result<Self> {
         // SAFETY: as the caller promises
         let read = unsafe {
-            let args = versioned::read(args)?;
+            let args = fields::read(args)?;
             Self {
                 inputs: inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 forward: outputs([

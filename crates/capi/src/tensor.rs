@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use annulus::{DType, Element, Error, Result};
 use ndarray::{ArrayView, ArrayViewMut, Dimension, IxDyn, ShapeBuilder, StrideShape};
 
-use crate::versioned::check_pointer;
+use crate::fields::check_pointer;
 
 /// 32-bit IEEE; sums, lse, bias and sinks in f32.
 pub const ANNULUS_F32: i32 = 1;

@@ -2,8 +2,6 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
-#[path = "common/calls.rs"]
-mod calls;
 mod common;
 
 use std::{fs, path::Path};
@@ -12,8 +10,7 @@ use annulus::{
     Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime,
     ndarray::{Array3, Array4, s},
 };
-use calls::{PassInputs, value};
-use common::{Workspace, run};
+use common::{PassInputs, Workspace, run, value};
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 37, kv_len: 37, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
@@ -54,7 +51,7 @@ fn a_causal_ring_gives_the_bits_of_rust() {
     }
 }
 
-/// Results of decoding by the facade, as bytes in the order of `decoded` in `decode.h`.
+/// Results of decoding by the facade, as bytes in the order of `decoded` in `case.h`.
 fn decoded_by_rust(ranks: usize) -> Vec<u8> {
     let Dims { batch, q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
     let PassInputs { q, k, v, .. } = PassInputs::<f32>::all(DIMS);
@@ -77,7 +74,7 @@ fn decoded_by_rust(ranks: usize) -> Vec<u8> {
 #[test]
 fn decoding_gives_the_bits_of_rust() {
     let workspace = Workspace::new("cache");
-    let program = workspace.compile(&source("cache.c"));
+    let program = workspace.compile(&source("threads.c"));
     let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine.json");
     for ranks in [1, 2, 3, 7] {
         let file = workspace.path("results");
@@ -89,7 +86,7 @@ fn decoding_gives_the_bits_of_rust() {
 #[test]
 fn events_of_steps_add_up_to_the_prediction() {
     let workspace = Workspace::new("steps");
-    run(&mut workspace.command(&workspace.compile(&source("steps.c"))));
+    run(&mut workspace.command(&workspace.compile(&source("threads.c"))));
 }
 
 #[test]

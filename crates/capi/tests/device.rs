@@ -2,8 +2,7 @@
 //! numbers of the CPU, staged and over a communicator of NCCL; and refusals.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     ffi::c_int,
@@ -24,12 +23,12 @@ use annulus::{
     },
     comm::threads::{Threads, each_rank, ring},
     half::f16,
-    ndarray::{Array, Array3, Array4, Dimension, ShapeBuilder},
+    ndarray::{Array, Array3, Array4, Dimension},
 };
 use annulus_capi::*;
 use annulus_core::{Control, Element, Host, Incoming, Outgoing, Transport};
 use annulus_cuda_emulator as emulator;
-use calls::{PassInputs, args, attention, last_error, ok, rows};
+use common::{PassInputs, args, attention, last_error, ok, rows};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
@@ -64,31 +63,16 @@ impl Gpu {
     fn upload<T: Element, D: Dimension>(&self, array: &Array<T, D>) -> CudaTensor {
         let mut shape = [1; 4];
         shape[..array.ndim()].copy_from_slice(array.shape());
-        let bytes: Vec<u8> = array.iter().flat_map(|x| bytes_of(*x)).collect();
-        CudaTensor::upload(&self.stream, &bytes, T::DTYPE, shape).unwrap()
-    }
-}
-
-fn bytes_of<T: Element>(x: T) -> Vec<u8> {
-    match T::DTYPE {
-        DType::F32 => (x.to_f64() as f32).to_le_bytes().to_vec(),
-        DType::F16 => f16::from_f64(x.to_f64()).to_le_bytes().to_vec(),
-        other => panic!("{other}"),
+        let bytes = bytemuck::cast_slice(array.as_slice().unwrap());
+        CudaTensor::upload(&self.stream, bytes, T::DTYPE, shape).unwrap()
     }
 }
 
 /// Numbers of a tensor in device memory.
-fn downloaded<T: Element, D: Dimension>(
-    tensor: &CudaTensor,
-    shape: impl ShapeBuilder<Dim = D>,
-) -> Array<f64, D> {
-    let bytes = tensor.download().unwrap();
-    let numbers = bytes.chunks_exact(T::DTYPE.bytes()).map(|bytes| match T::DTYPE {
-        DType::F32 => f64::from(f32::from_le_bytes(bytes.try_into().unwrap())),
-        DType::F16 => f16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
-        other => panic!("{other}"),
-    });
-    Array::from_shape_vec(shape, numbers.collect()).unwrap()
+fn downloaded<T: Element>(tensor: &CudaTensor) -> Array4<f64> {
+    let numbers = bytemuck::pod_collect_to_vec::<u8, T>(&tensor.download().unwrap());
+    let numbers = numbers.iter().map(|number| number.to_f64()).collect();
+    Array::from_shape_vec(tensor.view().shape(), numbers).unwrap()
 }
 
 /// The tensor of C for a tensor in device memory.
@@ -109,7 +93,7 @@ fn options(dtype: i32, ordinal: usize) -> annulus_options {
         backend: ANNULUS_BACKEND_CUDA,
         has_device: 1,
         device: ordinal as i64,
-        ..calls::options(DIMS)
+        ..common::options(DIMS)
     }
 }
 
@@ -216,13 +200,7 @@ fn passes<T: Element>(gpu: &Gpu, link: Link, starts: bool) -> Share {
         assert_eq!(annulus_forward(plan, &raw const refused), ANNULUS_INVALID_ARGUMENT);
         assert!(last_error().starts_with("v: got bf16"), "{}", last_error());
     }
-    let shape = |heads| (1, rows.len(), heads, 16);
-    let results = [
-        downloaded::<T, _>(&out, shape(DIMS.q_heads)),
-        downloaded::<T, _>(&dq, shape(DIMS.q_heads)),
-        downloaded::<T, _>(&dk, shape(DIMS.kv_heads)),
-        downloaded::<T, _>(&dv, shape(DIMS.kv_heads)),
-    ];
+    let results = [&out, &dq, &dk, &dv].map(downloaded::<T>);
     ok(annulus_plan_destroy(plan));
     (rows, results)
 }

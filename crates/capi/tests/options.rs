@@ -2,8 +2,7 @@
 //! other bits than without the option, so that none is ignored.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     ffi::{CStr, CString, c_void},
@@ -21,7 +20,7 @@ use annulus::{
     planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
-use calls::{
+use common::{
     args, attention, batch, described, last_error, ok, options, plan_of_threads, pointer, tensor,
 };
 use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
@@ -226,12 +225,10 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
 struct Case {
     name: &'static str,
     dims: Dims,
-    options: fn(&mut annulus_options),
+    options: Change,
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
     setup: Setup,
-    bias: Option<[usize; 4]>,
-    sinks: Option<SinkShape>,
     batch: Batch,
     /// True if the option must change no more than the order of rounding.
     same: bool,
@@ -239,15 +236,13 @@ struct Case {
 }
 
 impl Case {
-    fn new(name: &'static str, options: fn(&mut annulus_options), setup: impl Into<Setup>) -> Self {
+    fn new(name: &'static str, options: Change, setup: impl Into<Setup>) -> Self {
         Self {
             name,
             dims: DIMS,
             options,
             add: |_| {},
             setup: setup.into(),
-            bias: None,
-            sinks: None,
             batch: Batch::default(),
             same: false,
             backend: BackendName::Cpu,
@@ -351,28 +346,23 @@ fn scores() -> Vec<Case> {
         ),
         Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
         Case::new("logits_soft_cap", |o| o.logits_soft_cap = 0.75, new().logits_soft_cap(0.75)),
-        Case {
-            bias: Some([batch, heads, queries, keys]),
-            ..Case::new(
-                "bias",
-                |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
-                new().bias([batch, heads, queries, keys]),
-            )
-        },
-        Case {
-            bias: Some([1, heads, 1, keys]),
-            ..Case::new(
-                "a bias that is broadcast, before the cap",
-                |o| {
-                    (o.bias_dims, o.logits_soft_cap, o.bias_order) =
-                        ([1, o.q_heads, 1, o.kv_len], 0.5, ANNULUS_BIAS_BEFORE_SOFT_CAP)
-                },
-                new()
-                    .bias([1, heads, 1, keys])
-                    .logits_soft_cap(0.5)
-                    .bias_order(BiasOrder::BeforeSoftCap),
-            )
-        },
+        Case::new(
+            "bias",
+            |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
+            new().bias([batch, heads, queries, keys]),
+        ),
+        Case::new(
+            "a bias that is broadcast, before the cap",
+            |o| {
+                o.bias_dims = [1, o.q_heads, 1, o.kv_len];
+                o.logits_soft_cap = 0.5;
+                o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
+            },
+            new()
+                .bias([1, heads, 1, keys])
+                .logits_soft_cap(0.5)
+                .bias_order(BiasOrder::BeforeSoftCap),
+        ),
         Case {
             // SAFETY: as of the masks
             add: |attention| unsafe {
@@ -401,18 +391,12 @@ fn scores() -> Vec<Case> {
                 ))),
             )
         },
-        Case {
-            sinks: Some(SinkShape::shared(2)),
-            ..Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2)))
-        },
-        Case {
-            sinks: Some(SinkShape::per_head(1)),
-            ..Case::new(
-                "sinks_per_head",
-                |o| (o.sinks, o.sinks_per_head) = (1, 1),
-                new().softmax_aux(SinkShape::per_head(1)),
-            )
-        },
+        Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2))),
+        Case::new(
+            "sinks_per_head",
+            |o| (o.sinks, o.sinks_per_head) = (1, 1),
+            new().softmax_aux(SinkShape::per_head(1)),
+        ),
         Case::new("unnormalized", |o| o.unnormalized = 1, new().unnormalized(true)),
         Case::new(
             "dropout",
@@ -609,7 +593,8 @@ fn batches() -> Vec<Case> {
 
 fn check<T: Element>(cases: &[Case]) {
     for case in cases {
-        let data = Data::<T>::of(case.dims, case.bias, case.sinks);
+        let spec = case.setup.spec(case.dims).unwrap();
+        let data = Data::<T>::of(case.dims, spec.bias, spec.sinks);
         let want = by_facade(&case.setup, case.dims, &data, &case.batch, case.backend);
         let got = by_c(case, &data);
         let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
@@ -739,6 +724,8 @@ fn decoded_by_facade(backend: BackendName) -> Vec<u32> {
     decoded
 }
 
+type Change = fn(&mut annulus_options);
+
 #[test]
 fn a_backend_that_is_not_there_is_refused_by_name() {
     let refusal = |change: &dyn Fn(&mut annulus_options)| {
@@ -750,7 +737,7 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         assert!(attention.is_null());
         (status, last_error())
     };
-    let changes: [(fn(&mut annulus_options), &str); 3] = [
+    let changes: [(Change, &str); 3] = [
         (|o| o.backend = 3, "backend: got 3, want"),
         (|o| o.device = 1, "device: got 1, want 0, or has_device"),
         (|o| o.has_device = 1, "device: got 0, want none: the CPU"),

@@ -2,8 +2,7 @@
 //! tests count the allocations of the whole process, so they run one at a time.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -19,7 +18,7 @@ use annulus::{
     LocalRing, Runtime, Setup, Tensors, ndarray::Array3, ndarray::Array4,
 };
 use annulus_capi::*;
-use calls::{args, options, plan_of_threads, tensor};
+use common::{args, options, plan_of_threads, tensor};
 
 /// Counts allocations, and bytes that are in use.
 struct Counting;

@@ -2,8 +2,7 @@
 //! in-process ring, and what a refusal, a late rank or a rank that leaves does to the others.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "common/calls.rs"]
-mod calls;
+mod common;
 
 use std::{
     ffi::c_void,
@@ -20,7 +19,7 @@ use annulus::{
 };
 use annulus_capi::*;
 use annulus_core::Control;
-use calls::{PassInputs, args, attention, batch, last_error, ok, options, pointer, rows, tensor};
+use common::{PassInputs, args, attention, batch, last_error, ok, options, pointer, rows, tensor};
 use ndarray::{Array1, Array2, Array3, Array4, Axis};
 
 const DIMS: Dims =
@@ -294,7 +293,7 @@ const STARTS: [i64; 5] = [0, 10, 20, 30, DIMS.q_len as i64];
 /// Calls `with` with a batch of the packed documents of [`STARTS`].
 fn packed(with: impl FnOnce(*const annulus_batch)) {
     let starts = Array1::from_iter(STARTS);
-    let starts = calls::described(&starts, ANNULUS_I64);
+    let starts = common::described(&starts, ANNULUS_I64);
     with(&annulus_batch { cum_seqlens_q: &raw const starts, ..batch() });
 }
 

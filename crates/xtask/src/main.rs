@@ -2,7 +2,6 @@
 //! Fortran needs, below a prefix. `cargo xtask dist` packs the sources with all crates that they
 //! need. `cargo xtask options` writes the options of every language from `options.toml`.
 
-mod dist;
 mod install;
 mod options;
 
@@ -23,7 +22,7 @@ type Result<T, E = String> = std::result::Result<T, E>;
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
     Install(install::InstallOptions),
-    Dist(dist::DistOptions),
+    Dist(install::DistOptions),
     /// Writes from options.toml what C, Fortran, Python, the command and docs/semantics.md have of
     /// the options of an attention
     Options,

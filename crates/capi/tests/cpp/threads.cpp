@@ -1,4 +1,6 @@
 // threads RANKS FILE: the case of tests/c/case.h by annulus.hpp; and its exceptions and functions.
+// threads RANKS FILE MACHINE: decoding; a plan takes the strategy of the least time on MACHINE. The
+// results go to FILE.
 #include <annulus.hpp>
 
 #include <atomic>
@@ -24,12 +26,15 @@ float value(std::int64_t salt, std::int64_t b, std::int64_t row, std::int64_t he
   return static_cast<float>((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17 - 8) / 8.0f;
 }
 
-std::vector<float> numbers(std::int64_t salt, std::int64_t heads, std::int64_t dim) {
-  std::vector<float> all;
+// A tensor of all rows, [batch, len, heads, dim].
+template <class T = float>
+std::vector<T> numbers(std::int64_t salt, std::int64_t heads, std::int64_t dim) {
+  std::vector<T> all;
   for (std::int64_t b = 0; b < batch; b++)
     for (std::int64_t row = 0; row < len; row++)
       for (std::int64_t head = 0; head < heads; head++)
-        for (std::int64_t c = 0; c < dim; c++) all.push_back(value(salt, b, row, head, c));
+        for (std::int64_t c = 0; c < dim; c++)
+          all.push_back(static_cast<T>(value(salt, b, row, head, c)));
   return all;
 }
 
@@ -77,10 +82,119 @@ void refused(Call call, const char *name) {
   check(false, name);
 }
 
+annulus::options cache_options() {
+  auto all = options();
+  all.q_len = all.kv_len = 0;
+  all.page_rows = 4;
+  return all;
+}
+
+// Results of all rows, in the order of `decoded` in tests/c/case.h.
+template <class T>
+struct decoded {
+  std::vector<T> out = std::vector<T>(batch * len * q_heads * value_dim);
+  std::vector<T> lse = std::vector<T>(batch * q_heads * len);
+  bool operator==(const decoded &other) const { return out == other.out && lse == other.lse; }
+};
+
+// Some rows of a tensor of all rows, where they are.
+template <class T>
+annulus::view<T> rows(T *all, std::int64_t first, std::int64_t count, std::int64_t heads,
+                      std::int64_t dim) {
+  annulus::extents strides{len * heads * dim, heads * dim, dim, 1};
+  return {all + first * heads * dim, {batch, count, heads, dim}, strides};
+}
+
+template <class T>
+decoded<T> decode(annulus::cache &cache) {
+  auto q = numbers<T>(1, q_heads, head_dim), k = numbers<T>(2, kv_heads, head_dim);
+  auto v = numbers<T>(3, kv_heads, value_dim);
+  decoded<T> all;
+  for (std::int64_t first = 0, n = 20; first < len; first += n, n = first < 24 ? 4 : 1) {
+    check(cache.len() == first, "the number of cached rows");
+    auto keys = rows(k.data(), first, n, kv_heads, head_dim);
+    auto values = rows(v.data(), first, n, kv_heads, value_dim);
+    if (first == 20) {
+      check(cache.own_rows(n) == std::vector<std::int64_t>{0, 1, 2, 3}, "own rows");
+      cache.append_own(n, keys, values);
+    } else {
+      cache.append(keys, values);
+    }
+    cache.attend<T>({rows(q.data(), first, n, q_heads, head_dim),
+                     rows(all.out.data(), first, n, q_heads, value_dim),
+                     {all.lse.data() + first, {batch, q_heads, n}, {q_heads * len, len, 1}}});
+  }
+  return all;
+}
+
+// Two nodes of two ranks with a slow network: the ranks of a node divide the keys.
+void plan_by_machine(const char *machine) {
+  auto all = options();
+  all.batch = 1;
+  all.q_len = all.kv_len = 64;
+  all.kv_heads = 1;
+  all.value_dim = head_dim;
+  all.causal = 0;
+  all.strategy = ANNULUS_STRATEGY_AUTO;
+  annulus::attention attention(all);
+  try {
+    attention.set_machine("none.json");
+    check(false, "a machine without a file");
+  } catch (const annulus::error &error) {
+    check(error.status() == ANNULUS_IO, "the status of a missing file");
+    check(std::string(error.what()).rfind("none.json: ", 0) == 0, "the name of a missing file");
+  }
+  attention.set_machine(machine);
+  auto plan = annulus::plan::over_threads(attention, 4);
+  check(plan.strategy() == std::pair<std::int32_t, std::int32_t>(ANNULUS_STRATEGY_GRID, 1), "grid");
+  check(plan.grid() == std::pair<std::int32_t, std::int32_t>(2, 2), "the parts of the grid");
+}
+
+// Decoding as tests/c/threads.c does it.
+void decode_and_compare(std::int64_t ranks, const char *path) {
+  auto cache = annulus::cache::over_threads(annulus::attention(cache_options()), ranks);
+  check(cache.rank() == 0 && cache.ranks() == ranks && cache.page_rows() == 4, "the ring");
+  const auto first = decode<float>(cache);
+  check(cache.local_len() == len && cache.buffer_bytes() > 0, "lengths");
+  check(cache.predicted_bytes(1) ==
+            static_cast<std::uint64_t>(ranks * (ranks - 1) * batch * q_heads * (value_dim + 2) * 4),
+        "predicted bytes");
+  try {
+    cache.truncate(len + 1);
+    check(false, "a cache truncated beyond its length");
+  } catch (const annulus::error &error) {
+    check(error.status() == ANNULUS_INVALID_ARGUMENT && !error.is_fatal(), "the status");
+    check(std::string(error.what()) == "len: got 38, want at most the 37 cached rows", "the text");
+  }
+  // a moved cache is the same
+  auto moved = std::move(cache);
+  moved.truncate(0);
+  check(decode<float>(moved) == first, "the same bits again");
+
+  auto f64 = cache_options();
+  f64.dtype = ANNULUS_F64;
+  auto wide = annulus::cache::over_threads(annulus::attention(f64), ranks);
+  const auto second = decode<double>(wide);
+  for (std::size_t i = 0; i < first.out.size(); i++)
+    check(std::abs(second.out[i] - static_cast<double>(first.out[i])) < 1e-5, "double precision");
+
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char *>(first.out.data()),
+             static_cast<std::streamsize>(first.out.size() * sizeof(float)));
+  file.write(reinterpret_cast<const char *>(first.lse.data()),
+             static_cast<std::streamsize>(first.lse.size() * sizeof(float)));
+  check(file.flush().good(), "a written file");
+}
+
 }  // namespace
 
 int main(int count, char **arguments) {
-  check(count == 3, "threads RANKS FILE");
+  check(count == 3 || count == 4, "threads RANKS FILE [MACHINE]");
+  if (count == 4) {
+    plan_by_machine(arguments[3]);
+    decode_and_compare(std::atoi(arguments[1]), arguments[2]);
+    return 0;
+  }
   const annulus::attention attention(options());
   auto made = annulus::plan::over_threads(attention, std::atoi(arguments[1]));
   annulus::plan plan = std::move(made);

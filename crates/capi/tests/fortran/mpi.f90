@@ -1,6 +1,7 @@
 ! mpi FILE: the case of tests/c/case.h over a communicator of half the ranks of the job, twice over
 ! one endpoint. Rank 0 of the first half writes the results of the second plan to FILE. With
 ! -DUSE_F08 by the module mpi_f08, else by mpi.
+! mpi FILE cache: decoding over that communicator.
 program over_mpi
 #ifdef USE_F08
   use mpi_f08
@@ -29,6 +30,11 @@ program over_mpi
   call MPI_Comm_rank(MPI_COMM_WORLD, world_rank, error)
   call MPI_Comm_split(MPI_COMM_WORLD, mod(world_rank, 2), world_rank, half, error)
   call MPI_Comm_rank(half, rank, error)
+  if (command_argument_count() == 2) then
+    call decode_over_half()
+    call MPI_Finalize(error)
+    stop
+  end if
   options = options_of_case()
   call ok(annulus_attention_create(options, attention))
 #ifdef USE_F08
@@ -62,6 +68,32 @@ program over_mpi
   call MPI_Finalize(error)
 
 contains
+
+  subroutine decode_over_half()
+    integer :: ranks, unit
+    integer(c_int64_t) :: own, number
+    type(c_ptr) :: decoder
+    call MPI_Comm_size(half, ranks, error)
+    options = options_of_cache()
+    call ok(annulus_attention_create(options, attention))
+#ifdef USE_F08
+    call ok(annulus_cache_create_mpi(attention, half%MPI_VAL, decoder))
+#else
+    call ok(annulus_cache_create_mpi(attention, half, decoder))
+#endif
+    call ok(annulus_attention_destroy(attention))
+    call ok(annulus_cache_ranks(decoder, number))
+    call check(number == ranks, 'ranks')
+    call decode(decoder, out, lse)
+    call ok(annulus_cache_local_len(decoder, own))
+    call check(ranks == 1 .or. own < length, 'rows of this rank')
+    if (world_rank == 0) then
+      open (newunit=unit, file=trim(path), access='stream', form='unformatted', status='replace')
+      write (unit) out, lse
+      close (unit)
+    end if
+    call ok(annulus_cache_destroy(decoder))
+  end subroutine decode_over_half
 
   subroutine collect(own, whole, count)
     integer, intent(in) :: count

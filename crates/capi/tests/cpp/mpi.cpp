@@ -1,4 +1,5 @@
-// documents: packed documents over the ranks of the job, on the balanced layout and on contiguous
+// mpi: a plan and a cache over one endpoint; prints the sum of out.
+// mpi documents: packed documents over the ranks of the job, on the balanced layout and on contiguous
 // shards, with a strategy that is chosen for them; both passes give what attention over every
 // document alone gives.
 #ifndef ANNULUS_WITH_MPI
@@ -12,6 +13,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <optional>
 
 namespace {
 
@@ -134,10 +136,47 @@ std::int32_t chosen(int ranks, bool is_told) {
   return annulus::plan::over_mpi(attention, MPI_COMM_WORLD).strategy().first;
 }
 
-}  // namespace
+// A plan and a cache over one endpoint, which they outlive; prints the sum of out.
+int over_endpoint() {
+  double sum = 0;
+  {
+    annulus::options options;
+    options.batch = 1;
+    options.q_len = options.kv_len = 24;
+    options.q_heads = options.kv_heads = 2;
+    options.head_dim = options.value_dim = 8;
+    options.causal = 1;
+    const annulus::attention of_plan(options);
+    options.q_len = options.kv_len = 0;
+    const annulus::attention of_cache(options);
+    std::optional<annulus::endpoint> endpoint(annulus::endpoint::over_mpi(of_plan, MPI_COMM_WORLD));
+    auto first = annulus::plan::over_endpoint(of_plan, *endpoint);
+    auto cache = annulus::cache::over_endpoint(of_cache, *endpoint);
+    auto second = annulus::plan::over_endpoint(of_plan, *endpoint);
+    endpoint.reset();
+    for (annulus::plan *plan : {&first, &second}) {
+      const auto rows = plan->q_rows();
+      const auto length = static_cast<std::int64_t>(rows.size());
+      std::vector<float> x(rows.size() * 16), out(x.size()), lse(rows.size() * 2);
+      for (std::size_t i = 0; i < x.size(); i++)
+        x[i] = static_cast<float>((rows[i / 16] * 7 + static_cast<std::int64_t>(i % 16)) % 5);
+      annulus::view<const float> in(x.data(), {1, length, 2, 8});
+      plan->forward<float>({in, in, in, annulus::view<float>(out.data(), {1, length, 2, 8}),
+                            annulus::view<float>(lse.data(), {1, 2, length})});
+      for (float each : out) sum += each;
+    }
+    if (cache.ranks() != first.ranks()) return 1;
+  }
+  double total = 0;
+  int rank = 0;
+  MPI_Reduce(&sum, &total, 1, MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  if (rank == 0) std::printf("sum %.3f\n", total);
+  return 0;
+}
 
-int main(int count, char **arguments) {
-  MPI_Init(&count, &arguments);
+// Packed documents, on two layouts.
+int over_documents() {
   int rank = 0, ranks = 0, wrong = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
@@ -153,6 +192,14 @@ int main(int count, char **arguments) {
     wrong = 1;
   }
   MPI_Allreduce(MPI_IN_PLACE, &wrong, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+  return wrong;
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+  MPI_Init(&count, &arguments);
+  const int wrong = count > 1 ? over_documents() : over_endpoint();
   MPI_Finalize();
   return wrong;
 }
