@@ -9,7 +9,7 @@ use super::{
     comm,
     communicator::{GroupError, NcclCommunicator, NcclTransfer},
 };
-use crate::cuda_gather::{self, DeviceStaging};
+use crate::staged::cuda::{self, DeviceStaging};
 
 /// A message and the caller's buffer of it.
 struct TransferSide {
@@ -121,8 +121,8 @@ impl NcclGroup {
             let address = match contiguous_start(header) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
-                    cuda_gather::gather(stream, header, buffer, &staged)?;
+                    let staged = staging.take(cuda::staged_bytes(header), stream)?;
+                    cuda::gather(stream, header, buffer, &staged)?;
                     let address = staged.address();
                     used.push(staged);
                     address
@@ -138,7 +138,7 @@ impl NcclGroup {
             let (address, staged) = match contiguous_start(header) {
                 Some(start) => (buffer.address() + start, None),
                 None => {
-                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
+                    let staged = staging.take(cuda::staged_bytes(header), stream)?;
                     (staged.address(), Some(staged))
                 }
             };
@@ -168,7 +168,7 @@ impl GroupInFlight {
             self.group.receives.iter().zip(&mut self.staged)
         {
             if let Some(staged) = staged.take() {
-                cuda_gather::scatter(stream, header, buffer, &staged)?;
+                cuda::scatter(stream, header, buffer, &staged)?;
                 staging.give(staged);
             }
         }

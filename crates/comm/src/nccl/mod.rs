@@ -51,10 +51,9 @@ use self::{
     group::{GroupInFlight, NcclGroup},
 };
 use crate::{
-    cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
     message::{self, MessageKey, not_posted, take_ready},
-    staged::DeviceHeartbeat,
+    staged::{DeviceHeartbeat, cuda::DeviceStaging},
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
