@@ -23,8 +23,6 @@
 pub mod agreement;
 mod calls;
 pub mod checksum;
-#[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
-mod cuda_gather;
 pub mod deadline;
 mod delegate;
 pub mod heads_ring;

@@ -321,10 +321,6 @@ mod tests {
         [out, lse]
     }
 
-    fn distance(a: &Array4<f64>, b: &Array4<f64>) -> f64 {
-        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
-    }
-
     #[test]
     fn parts_are_one_softmax() {
         let [out, lse] = merged(&[0, 1, 2]);
@@ -337,17 +333,6 @@ mod tests {
                 (0..3).map(|number| weights[number] * out_of(number, row, head, element)).sum();
             assert!((got - want / sum).abs() < 1e-13, "{line}");
             assert!((lse[[batch, head, row % SHAPE[1], 0]] - sum.ln()).abs() < 1e-14);
-        }
-    }
-
-    #[test]
-    fn a_part_that_is_dropped_or_merged_twice_changes_the_result() {
-        let [out, lse] = merged(&[0, 1, 2]);
-        let [other, other_lse] = merged(&[2, 0, 1]);
-        assert!(distance(&out, &other) < 1e-13 && distance(&lse, &other_lse) < 1e-14);
-        for wrong in [&[0, 1][..], &[1, 2], &[0, 2], &[0, 1, 2, 2]] {
-            let [other, other_lse] = merged(wrong);
-            assert!(distance(&out, &other) > 1.0 && distance(&lse, &other_lse) > 0.1, "{wrong:?}");
         }
     }
 

@@ -114,6 +114,12 @@ pub(crate) fn copy(
     }
 }
 
+/// Returns the first `longest` bytes of a text, or a few less to end with a character.
+pub(crate) fn cut(text: &str, longest: usize) -> &str {
+    let mut ends = (0..=text.len().min(longest)).rev();
+    &text[..ends.find(|&end| text.is_char_boundary(end)).unwrap_or(0)]
+}
+
 /// Removes the items of a list for which `poll` returns a value. Returns them with it, in order.
 pub(crate) fn take_ready<T, R>(
     list: &mut Vec<T>,
@@ -186,6 +192,12 @@ mod tests {
         let mut to = vec![0; 12];
         copy(&from, &[1..4, 4..4, 10..16], &mut to, &[0..0, 2..7, 8..12]);
         assert_eq!(to, [0, 0, 1, 2, 3, 10, 11, 0, 12, 13, 14, 15]);
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(cut("éé", 4), "éé");
+        assert_eq!(cut("xéé", 4), "xé");
     }
 
     #[test]

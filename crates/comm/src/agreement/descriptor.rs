@@ -2,6 +2,8 @@
 
 use annulus_core::{Fingerprint, Result};
 
+use crate::message::cut;
+
 /// Longest text in a message, in bytes: an error of this library in full, so that an agreement
 /// stays one short message per rank.
 pub(super) const LONGEST_TEXT: usize = 400;
@@ -81,15 +83,6 @@ impl Descriptor {
     }
 }
 
-/// Returns the first [`LONGEST_TEXT`] bytes of a text, or a few less to end with a character.
-pub(super) fn cut(text: &str) -> &str {
-    let end = (0..=text.len().min(LONGEST_TEXT))
-        .rev()
-        .find(|&end| text.is_char_boundary(end))
-        .unwrap_or(0);
-    &text[..end]
-}
-
 /// Encodes what one rank contributes to an agreement, behind the versions: little-endian,
 /// `[1][error text]` or `[0][digest of names]([value][length u16][text])*`, with a text of length 0
 /// for a field without one.
@@ -97,7 +90,7 @@ pub(super) fn encode(local: &Result<Descriptor>, bytes: &mut Vec<u8>) {
     let descriptor = match local {
         Err(error) => {
             bytes.push(1);
-            bytes.extend_from_slice(cut(&error.to_string()).as_bytes());
+            bytes.extend_from_slice(cut(&error.to_string(), LONGEST_TEXT).as_bytes());
             return;
         }
         Ok(descriptor) => descriptor,
@@ -105,7 +98,7 @@ pub(super) fn encode(local: &Result<Descriptor>, bytes: &mut Vec<u8>) {
     bytes.push(0);
     bytes.extend_from_slice(&descriptor.names().to_le_bytes());
     for field in &descriptor.fields {
-        let text = cut(field.text.as_deref().unwrap_or_default());
+        let text = cut(field.text.as_deref().unwrap_or_default(), LONGEST_TEXT);
         bytes.extend_from_slice(&field.value.to_le_bytes());
         bytes.extend_from_slice(&u16::try_from(text.len()).unwrap_or(u16::MAX).to_le_bytes());
         bytes.extend_from_slice(text.as_bytes());
@@ -170,15 +163,4 @@ pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (front, rest) = bytes.split_first_chunk::<N>()?;
     *bytes = rest;
     Some(*front)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_texts_are_cut_between_characters() {
-        assert_eq!(cut(&"é".repeat(LONGEST_TEXT)).len(), LONGEST_TEXT);
-        assert_eq!(cut(&format!("x{}", "é".repeat(LONGEST_TEXT))).len(), LONGEST_TEXT - 1);
-    }
 }

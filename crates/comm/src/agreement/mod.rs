@@ -24,7 +24,8 @@ use annulus_core::{
 };
 
 pub use self::descriptor::Descriptor;
-use self::descriptor::{Combination, EncodedFields, cut, decode, encode, take};
+use self::descriptor::{Combination, EncodedFields, LONGEST_TEXT, decode, encode, take};
+use crate::message::cut;
 
 /// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
 pub const WIRE_VERSION: u64 = 7;
@@ -195,7 +196,7 @@ fn gather_statuses<S: Space>(
         Ok(bytes) => [&[DONE], bytes].concat(),
         Err(error) => {
             let kind = if error.is_fatal() { DEAD } else { REFUSED };
-            [&[kind], cut(&error.to_string()).as_bytes()].concat()
+            [&[kind], cut(&error.to_string(), LONGEST_TEXT).as_bytes()].concat()
         }
     };
     let gathered = all_gather(transport, round, &status);

@@ -164,7 +164,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let described = checked.as_ref().map_err(Error::clone);
         let described =
             described.map(|(spec, grid, capabilities)| (spec, capabilities, grid.strategy()));
-        let posts_ahead = check::agree(transport, described, &options, 0)?.posts_ahead;
+        let posts_ahead = check::agree_on_plan(transport, described, &options, 0)?.posts_ahead;
         let (spec, grid, _) = checked?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
@@ -426,7 +426,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let reserved = checked.and_then(|()| self.reserve_residual(has_residual));
         // a message of its own, which all ranks send or none
         let described = reserved.map(|()| {
-            check::call(name).field_as("out_residual", u64::from(has_residual), has_residual)
+            check::describe_call(name).field_as(
+                "out_residual",
+                u64::from(has_residual),
+                has_residual,
+            )
         });
         let agreed = self.calls.entries.enter(&mut self.transport, &described).map(drop);
         self.entered(agreed)?;

@@ -163,7 +163,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let buffers = MessageBuffers::new(most)?;
             Ok((group, sizes, buffers))
         });
-        let described = prepared.as_ref().map_err(Error::clone).map(|_| check::batch(own));
+        let described = prepared.as_ref().map_err(Error::clone).map(|_| check::describe_batch(own));
         self.calls.entries.enter(&mut self.transport, &described)?;
         let (group, sizes, buffers) = prepared?;
 

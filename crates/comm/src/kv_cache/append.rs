@@ -151,7 +151,7 @@ pub(super) fn agree<B: Backend>(
     let options = RingOptions { deadline_variable, ..RingOptions::default() };
     let described = checked.as_ref().map_err(Error::clone);
     let described = described.map(|(spec, capabilities)| (spec, capabilities, Strategy::Ring));
-    let combined = check::agree(transport, described, &options, page_rows)?;
+    let combined = check::agree_on_plan(transport, described, &options, page_rows)?;
     let (spec, _) = checked?;
     Ok((spec, combined.posts_ahead))
 }

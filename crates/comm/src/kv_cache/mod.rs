@@ -410,7 +410,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             return Ok(None);
         }
         let described = checked.map(|prepared| {
-            check::call("attend")
+            check::describe_call("attend")
                 .field("cached rows", self.len)
                 .field("queries", queries as u64)
                 .sum("balance of messages", prepared.balance)

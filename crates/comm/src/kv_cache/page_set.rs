@@ -225,18 +225,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn pages_are_dealt_to_the_ranks_in_turn() {
-        let rows = |rank, len| {
-            let pages = Pages { rows: 3, ranks: 2, rank };
-            pages.row_numbers(0..pages.local_len(len)).iter().collect::<Vec<_>>()
-        };
-        assert_eq!(rows(0, 11), [0, 1, 2, 6, 7, 8]);
-        assert_eq!(rows(1, 11), [3, 4, 5, 9, 10]);
-        assert_eq!((rows(0, 0), rows(1, 3), rows(0, 2)), (vec![], vec![], vec![0, 1]));
-        assert_eq!(Pages { rows: 3, ranks: 2, rank: 1 }.number(1), 3);
-    }
-
     proptest! {
         #[test]
         fn every_row_is_on_one_rank_and_ranks_differ_by_a_page(

@@ -215,7 +215,8 @@ impl RankPartialShape {
         let statistic = self.statistic_bytes();
         let (max, rest) = bytes.split_at_mut_checked(statistic).ok_or_else(too_short)?;
         let (sum, out) = rest.split_at_mut_checked(statistic).ok_or_else(too_short)?;
-        let (sums, shape) = (self.dtype.accumulator(), self.statistic_shape());
+        let sums = self.dtype.accumulator();
+        let shape = self.statistic_shape();
         let statistic =
             |bytes| HostViewMut::of_bytes(bytes, sums, shape).map(HostViewMut::swap_rows_and_heads);
         let out = HostViewMut::of_bytes(out, self.dtype, self.out_shape())?;
@@ -228,7 +229,8 @@ impl RankPartialShape {
         let bytes = message.get(..index(self.bytes())).ok_or_else(too_short)?;
         let (statistics, out) = bytes.split_at(2 * self.statistic_bytes());
         let (max, sum) = statistics.split_at(self.statistic_bytes());
-        let (sums, shape) = (self.dtype.accumulator(), self.statistic_shape());
+        let sums = self.dtype.accumulator();
+        let shape = self.statistic_shape();
         let [max, sum] = [max, sum].map(|bytes| HostView::of_bytes(bytes, sums, shape)?.widened());
         let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
         // the cache has no use for ties

@@ -21,10 +21,12 @@ use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
 use super::{Mpi, messages::MessageBuffer, transfers::contiguous};
 use crate::{
-    cuda_gather::{self, DeviceStaging},
     delegate::{forward_control, host_messages_of_inner},
     message::{self, Failure, MessageKey, ReceiveRequest, not_posted, take_ready},
-    staged::DeviceHeartbeat,
+    staged::{
+        DeviceHeartbeat,
+        cuda::{self, DeviceStaging},
+    },
 };
 
 /// Interval between polls of events while no other call polls them: small beside the transfer of a
@@ -114,7 +116,7 @@ impl DeviceMpi {
             let (into, scatter_into) = if is_contiguous {
                 (buffer, None)
             } else {
-                (self.staging.take(cuda_gather::staged_bytes(&header), &self.stream)?, Some(buffer))
+                (self.staging.take(cuda::staged_bytes(&header), &self.stream)?, Some(buffer))
             };
             let free = self.stream.record()?;
             let receive = DeviceReceive { header, contiguous, scatter_into, free };
@@ -128,9 +130,9 @@ impl DeviceMpi {
                 self.sends.push(WaitingSend { header, buffer, ready: (*ready).clone() });
                 continue;
             }
-            let staged = self.staging.take(cuda_gather::staged_bytes(header), &self.stream)?;
+            let staged = self.staging.take(cuda::staged_bytes(header), &self.stream)?;
             self.stream.wait_for(ready)?;
-            cuda_gather::gather(&self.stream, header, buffer, &staged)?;
+            cuda::gather(&self.stream, header, buffer, &staged)?;
             self.staging.give(staged.clone());
             let ready = self.stream.record()?;
             let header = with_range(header, 0..header.bytes());
@@ -165,7 +167,7 @@ impl DeviceMpi {
                 // MPI has written the bytes: no work of the device is left to wait for
                 None => self.arrived.push((header, buffer, free)),
                 Some(into) => {
-                    cuda_gather::scatter(&self.stream, &header, &into, &buffer)?;
+                    cuda::scatter(&self.stream, &header, &into, &buffer)?;
                     let ready = self.stream.record()?;
                     into.touched_before(&ready);
                     buffer.touched_before(&ready);

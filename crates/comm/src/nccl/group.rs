@@ -9,7 +9,7 @@ use super::{
     comm,
     communicator::{GroupError, NcclCommunicator, NcclTransfer},
 };
-use crate::cuda_gather::{self, DeviceStaging};
+use crate::staged::cuda::{self, DeviceStaging};
 
 /// A message and the caller's buffer of it.
 struct TransferSide {
@@ -33,8 +33,7 @@ pub(super) struct NcclGroup {
 /// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is
 /// done.
 pub(super) struct GroupInFlight {
-    sends: Vec<TransferSide>,
-    receives: Vec<TransferSide>,
+    pub(super) group: NcclGroup,
     /// Staging buffer of each receive; `None` if it has one byte range.
     staged: Vec<Option<CudaBuffer>>,
     /// Event after its work, once NCCL has accepted it.
@@ -122,8 +121,8 @@ impl NcclGroup {
             let address = match contiguous_start(header) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
-                    cuda_gather::gather(stream, header, buffer, &staged)?;
+                    let staged = staging.take(cuda::staged_bytes(header), stream)?;
+                    cuda::gather(stream, header, buffer, &staged)?;
                     let address = staged.address();
                     used.push(staged);
                     address
@@ -139,7 +138,7 @@ impl NcclGroup {
             let (address, staged) = match contiguous_start(header) {
                 Some(start) => (buffer.address() + start, None),
                 None => {
-                    let staged = staging.take(cuda_gather::staged_bytes(header), stream)?;
+                    let staged = staging.take(cuda::staged_bytes(header), stream)?;
                     (staged.address(), Some(staged))
                 }
             };
@@ -158,41 +157,25 @@ impl NcclGroup {
             })?;
         }
         used.into_iter().for_each(|staged| staging.give(staged));
-        let sends = self.sends.into_iter().map(|send| send.side).collect();
-        Ok(GroupInFlight { sends, receives: self.receives, staged: staged_receives, done: None })
+        Ok(GroupInFlight { group: self, staged: staged_receives, done: None })
     }
 }
 
 impl GroupInFlight {
-    pub(super) fn first(&self) -> Option<(usize, usize)> {
-        self.receives
-            .iter()
-            .chain(&self.sends)
-            .map(|side| (side.header.peer, side.header.step))
-            .next()
-    }
-
-    pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
-        self.receives.iter().map(|receive| &receive.header)
-    }
-
-    pub(super) fn sends(&self) -> bool {
-        !self.sends.is_empty()
-    }
-
     /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
     pub(super) fn mark(&mut self, stream: &Stream, staging: &mut DeviceStaging) -> Result<()> {
-        for (TransferSide { header, buffer }, staged) in self.receives.iter().zip(&mut self.staged)
+        for (TransferSide { header, buffer }, staged) in
+            self.group.receives.iter().zip(&mut self.staged)
         {
             if let Some(staged) = staged.take() {
-                cuda_gather::scatter(stream, header, buffer, &staged)?;
+                cuda::scatter(stream, header, buffer, &staged)?;
                 staging.give(staged);
             }
         }
         let done = stream.record()?;
         // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while
         // it is co-owned here
-        for receive in &self.receives {
+        for receive in &self.group.receives {
             receive.buffer.touched_before(&done);
         }
         self.done = Some(done);
@@ -208,6 +191,6 @@ impl GroupInFlight {
         let ready = done.clone();
         let arrive =
             |TransferSide { header, buffer }| (header, Arrived { buffer, ready: ready.clone() });
-        Ok(Some(self.receives.drain(..).map(arrive).collect()))
+        Ok(Some(self.group.receives.drain(..).map(arrive).collect()))
     }
 }

@@ -51,10 +51,9 @@ use self::{
     group::{GroupInFlight, NcclGroup},
 };
 use crate::{
-    cuda_gather::DeviceStaging,
     delegate::{forward_control, host_messages_of_inner},
     message::{self, MessageKey, not_posted, take_ready},
-    staged::DeviceHeartbeat,
+    staged::{DeviceHeartbeat, cuda::DeviceStaging},
 };
 
 /// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
@@ -222,10 +221,13 @@ impl<T: Transport<Host>> Nccl<T> {
     /// Peer and step for an error of NCCL's that names no peer: those of the first message in
     /// flight.
     fn waited_for(&self) -> (usize, usize) {
-        let under_way = self.in_flight.iter().chain(&self.entering).find_map(GroupInFlight::first);
-        under_way
-            .or_else(|| self.posted.iter().find_map(NcclGroup::first))
-            .unwrap_or((self.inner.rank(), 0))
+        self.groups().find_map(NcclGroup::first).unwrap_or((self.inner.rank(), 0))
+    }
+
+    /// Returns the groups that are launched, then those that are posted.
+    fn groups(&self) -> impl Iterator<Item = &NcclGroup> {
+        let launched = self.in_flight.iter().chain(&self.entering).map(|launched| &launched.group);
+        launched.chain(&self.posted)
     }
 
     /// Advances all groups as far as possible without waiting.
@@ -249,11 +251,6 @@ impl<T: Transport<Host>> Nccl<T> {
             self.arrived.extend(arrived);
         }
         Ok(())
-    }
-
-    /// Returns true while any group is posted or in flight.
-    fn is_busy(&self) -> bool {
-        !self.posted.is_empty() || self.entering.is_some() || !self.in_flight.is_empty()
     }
 }
 
@@ -335,7 +332,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         let pumped = self.pump();
         self.remember(pumped)?;
         self.heartbeat.poll(!self.kernels.is_empty(), &mut self.inner);
-        let timeout = if self.is_busy() { timeout.min(POLL) } else { timeout };
+        let is_busy = self.groups().next().is_some();
+        let timeout = if is_busy { timeout.min(POLL) } else { timeout };
         let progressed = self.inner.progress(timeout);
         self.remember(progressed)?;
         let pumped = self.pump();
@@ -350,11 +348,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
         }
-        let posted = self.posted.iter().flat_map(NcclGroup::receives);
-        if posted
-            .chain(self.in_flight.iter().chain(&self.entering).flat_map(GroupInFlight::receives))
-            .any(same)
-        {
+        if self.groups().flat_map(NcclGroup::receives).any(same) {
             return Ok(None);
         }
         Err(not_posted(header))
@@ -364,9 +358,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     host_messages_of_inner! {}
 
     fn pending(&self) -> bool {
-        self.inner.pending()
-            || self.posted.iter().any(NcclGroup::sends)
-            || self.in_flight.iter().chain(&self.entering).any(GroupInFlight::sends)
+        self.inner.pending() || self.groups().any(NcclGroup::sends)
     }
 
     fn bytes_sent(&self) -> u64 {

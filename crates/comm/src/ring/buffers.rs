@@ -49,11 +49,12 @@ pub(super) struct RingBuffers<S: Space> {
     pub(super) leaf_sums: LeafSums,
 }
 
-/// Bytes of the messages of a plan.
+/// Sizes of the places of a plan: of its blocks and of its queries those of [`block_sizes`], of its
+/// gradients those of [`gradient_sizes`].
 struct BufferSizes {
-    blocks: BlockSizes,
-    queries: Option<BlockSizes>,
-    gradients: Option<GradientSizes>,
+    blocks: [PlaceSizes; 3],
+    queries: Option<[PlaceSizes; 3]>,
+    gradients: Option<[PlaceSizes; 3]>,
 }
 
 impl BufferSizes {
@@ -65,14 +66,14 @@ impl BufferSizes {
         let steps = &plan.program.steps;
         let kv_row = spec.kv_row_layout().bytes();
         Self {
-            blocks: BlockSizes::new(plan.local_kv_bytes(), steps, kv_row, pace),
+            blocks: block_sizes(plan.local_kv_bytes(), steps, kv_row, pace),
             queries: (two_pass && communicates).then(|| {
                 let row = plan.query_row.bytes();
-                BlockSizes::new(plan.local_query_bytes(), &plan.query_steps, row, pace)
+                block_sizes(plan.local_query_bytes(), &plan.query_steps, row, pace)
             }),
             gradients: (*backward && communicates && !two_pass).then(|| {
                 let tail = plan.gradient_bytes(plan.tail_rows());
-                GradientSizes::new(steps, plan.gradient_bytes(1), tail, pace)
+                gradient_sizes(steps, plan.gradient_bytes(1), tail, pace.with_gradients())
             }),
         }
     }
@@ -87,15 +88,15 @@ impl<S: Space> RingBuffers<S> {
     ) -> Result<Self> {
         let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
+        let none = || [PlaceSizes::default(), PlaceSizes::default(), PlaceSizes::default()];
+        let [sums, arriving, finals] = gradients.unwrap_or_else(none);
         Ok(Self {
-            blocks: blocks.allocate(backend)?,
-            queries: match queries {
-                Some(sizes) => sizes.allocate(backend)?,
-                None => BlockStock::empty(),
-            },
-            gradients: match gradients {
-                Some(sizes) => sizes.allocate(backend)?,
-                None => GradientStock::empty(),
+            blocks: BlockStock::allocate(backend, &blocks)?,
+            queries: BlockStock::allocate(backend, &queries.unwrap_or_else(none))?,
+            gradients: GradientStock {
+                sums: Places::allocate(backend, sums.places)?,
+                arriving: Places::allocate(backend, arriving.places)?,
+                finals: Places::allocate(backend, finals.places)?,
             },
             local_dkv: agreed.backward.then(|| backend.allocate(local_dkv)).transpose()?,
             rows: BlockRows::default(),
@@ -105,18 +106,27 @@ impl<S: Space> RingBuffers<S> {
 
     /// Returns the bytes of all buffers, between passes.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { blocks, queries, gradients, local_dkv, .. } = self;
-        let local_dkv = local_dkv.as_ref().map_or(0, S::size);
-        blocks.bytes() + queries.bytes() + gradients.bytes() + local_dkv
+        let GradientStock { sums, arriving, finals } = &self.gradients;
+        let places = [&self.blocks.places, &self.queries.places, sums, arriving, finals];
+        let buffers = places.into_iter().flat_map(|places| &places.0).chain([&self.local_dkv]);
+        buffers.flatten().map(S::size).sum()
     }
 
-    /// Returns true if the buffers are large enough for this plan of the same ring.
+    /// Returns true if the buffers, which are all free, are large enough for this plan of the same
+    /// ring: if its messages can be received as far ahead, and gradients can be as late, as in those
+    /// that [`RingBuffers::allocate`] returns at least.
     pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
         let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
         // `local_dkv` fits: the number of local rows never changes
+        let GradientStock { sums, arriving, finals } = &self.gradients;
+        let gradients = gradients.is_none_or(|[of_sums, of_arriving, of_finals]| {
+            of_sums.fit::<S>(&sums.0)
+                && of_arriving.fit::<S>(&arriving.0)
+                && of_finals.fit::<S>(&finals.0)
+        });
         self.blocks.fits(&blocks)
             && queries.is_none_or(|sizes| self.queries.fits(&sizes))
-            && gradients.is_none_or(|sizes| self.gradients.fits(&sizes))
+            && gradients
     }
 }
 
@@ -131,11 +141,6 @@ impl<S: Space> Places<S> {
     ) -> Result<Self> {
         let buffer = |bytes| backend.allocate(bytes).map(Some);
         sizes.into_iter().map(buffer).collect::<Result<_>>().map(Self)
-    }
-
-    /// Returns no places.
-    pub(super) const fn none() -> Self {
-        Self(Vec::new())
     }
 
     /// Returns the number of places.
@@ -163,35 +168,82 @@ impl<S: Space> Places<S> {
             *empty = Some(buffer);
         }
     }
+}
 
-    /// Returns the bytes of all free buffers: of all, between passes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.0.iter().flatten().map(S::size).sum()
+/// Sizes of messages that share places, message j in place j % places.
+#[derive(Default)]
+struct PlaceSizes {
+    /// Bytes of the messages, in order.
+    messages: Vec<u64>,
+    /// Bytes of the places to allocate.
+    places: Vec<u64>,
+    /// Fewest places that suffice, if they are large enough.
+    least: usize,
+}
+
+impl PlaceSizes {
+    /// Returns one place for each message.
+    fn apart(messages: impl IntoIterator<Item = u64>) -> Self {
+        let messages: Vec<u64> = messages.into_iter().collect();
+        Self { places: messages.clone(), least: messages.len(), messages }
     }
 
-    /// Returns true if the buffer of a place is free and has so many bytes.
-    pub(super) fn holds(&self, place: usize, bytes: u64) -> bool {
-        let buffer = self.0.get(place).and_then(Option::as_ref);
-        buffer.is_some_and(|buffer| S::size(buffer) >= bytes)
-    }
-
-    /// Returns true if the first `count` places hold messages of these sizes, number j in place j %
-    /// `count`.
-    pub(super) fn hold(&self, count: usize, sizes: &[u64]) -> bool {
-        let holds = |(number, &bytes): (usize, &u64)| self.holds(number % count.max(1), bytes);
-        sizes.iter().enumerate().all(holds)
+    /// Returns true if free places can hold the messages.
+    fn fit<S: Space>(&self, places: &[Option<S::Buffer>]) -> bool {
+        let holds = |(number, &bytes): (usize, &u64)| {
+            let buffer = places.get(number % places.len().max(1)).and_then(Option::as_ref);
+            buffer.is_some_and(|buffer| S::size(buffer) >= bytes)
+        };
+        places.len() >= self.least && self.messages.iter().enumerate().all(holds)
     }
 }
 
-/// Bytes of the blocks of one circulation.
-pub(super) struct BlockSizes {
-    /// Blocks in the order in which they arrive, with the local one first unless it is kept.
-    blocks: Vec<u64>,
-    /// Parts of the last block but the first.
-    later_parts: [u64; MAX_PARTS - 1],
-    /// The local block, on a route that sends from it until the end.
-    kept: Option<u64>,
+/// Returns the sizes of the blocks of `steps`, with records of `record_bytes` bytes: blocks in the
+/// order in which they arrive, with the local one first unless it is kept; parts of the last block
+/// but the first; the local block, on a route that sends from it until the end.
+fn block_sizes(
+    local: u64,
+    steps: &[RankStep],
+    record_bytes: u64,
     pace: GroupPace,
+) -> [PlaceSizes; 3] {
+    let received = steps.iter().flat_map(|step| &step.kv.receives).map(|block| block.bytes());
+    let (first, kept) = if pace.keeps_local { (None, Some(local)) } else { (Some(local), None) };
+    let messages: Vec<u64> = first.into_iter().chain(received).collect();
+    let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
+    let parts = parts.map(|part| part.count() * record_bytes).chain(std::iter::repeat(0));
+    let blocks = PlaceSizes {
+        places: block_buffers(&messages, pace.ahead, pace.is_unbounded()),
+        least: messages.len().min(pace.ahead + 1),
+        messages,
+    };
+    [blocks, PlaceSizes::apart(parts.take(MAX_PARTS - 1)), PlaceSizes::apart(kept)]
+}
+
+/// Returns the sizes of the gradients of `steps`, with records of `record_bytes` bytes and `tail`
+/// bytes of the tail of the local block: of sums, of the one that arrives, and of final gradients.
+fn gradient_sizes(
+    steps: &[RankStep],
+    record_bytes: u64,
+    tail: u64,
+    pace: GroupPace,
+) -> [PlaceSizes; 3] {
+    let received = |channel| {
+        let messages = steps.iter().flat_map(|step| &step.gradients.receives);
+        messages.filter(move |message| message.channel == channel).map(|of| of.bytes())
+    };
+    let blocks = steps.iter().skip(1).map(|step| step.rows.count());
+    let sums: Vec<u64> = blocks.filter(|&rows| rows > 0).map(|rows| rows * record_bytes).collect();
+    let arriving = received(Channel::PartialGrad).max().unwrap_or(0).max(tail);
+    let finals: Vec<u64> = received(Channel::FinalGrad).collect();
+    let places = gradient_buffers(&sums, &finals, pace.ahead, pace.is_unbounded());
+    let late = pace.ahead.min(GRADIENT_BUFFERS);
+    let [sum_places, final_places] = places;
+    [
+        PlaceSizes { least: sums.len().min(late + 1), messages: sums, places: sum_places },
+        PlaceSizes::apart([arriving]),
+        PlaceSizes { least: finals.len().min(late), messages: finals, places: final_places },
+    ]
 }
 
 /// Buffers for the blocks of one circulation.
@@ -202,37 +254,23 @@ pub(super) struct BlockStock<S: Space> {
     keeps_local: bool,
 }
 
-impl BlockSizes {
-    /// Returns the sizes of the blocks of `steps`, with records of `record_bytes` bytes.
-    pub(super) fn new(local: u64, steps: &[RankStep], record_bytes: u64, pace: GroupPace) -> Self {
-        let received = steps.iter().flat_map(|step| &step.kv.receives).map(|block| block.bytes());
-        let (first, kept) =
-            if pace.keeps_local { (None, Some(local)) } else { (Some(local), None) };
-        let mut later_parts = [0; MAX_PARTS - 1];
-        let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
-        later_parts.iter_mut().zip(parts).for_each(|(bytes, part)| {
-            *bytes = part.count() * record_bytes;
-        });
-        Self { blocks: first.into_iter().chain(received).collect(), later_parts, kept, pace }
-    }
-
-    /// Allocates buffers for the blocks.
-    pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<BlockStock<B::Space>> {
-        let Self { blocks, later_parts, kept, pace } = self;
-        let blocks = block_buffers(blocks, pace.ahead, pace.is_unbounded());
-        let sizes = blocks.iter().chain(later_parts).chain(kept).copied();
-        Ok(BlockStock {
-            places: Places::allocate(backend, sizes)?,
-            blocks: blocks.len(),
-            keeps_local: kept.is_some(),
+impl<S: Space> BlockStock<S> {
+    fn allocate<B: Backend<Space = S>>(
+        backend: &B,
+        [blocks, parts, kept]: &[PlaceSizes; 3],
+    ) -> Result<Self> {
+        let places = blocks.places.iter().chain(&parts.places).chain(&kept.places);
+        Ok(Self {
+            places: Places::allocate(backend, places.copied())?,
+            blocks: blocks.places.len(),
+            keeps_local: !kept.places.is_empty(),
         })
     }
-}
 
-impl<S: Space> BlockStock<S> {
-    /// Returns a stock without places, of a plan that has no such circulation.
-    pub(super) const fn empty() -> Self {
-        Self { places: Places::none(), blocks: 0, keeps_local: false }
+    fn fits(&self, [blocks, parts, kept]: &[PlaceSizes; 3]) -> bool {
+        let (of_blocks, others) = self.places.0.split_at(self.blocks);
+        let (of_parts, of_kept) = others.split_at(parts.places.len().min(others.len()));
+        blocks.fit::<S>(of_blocks) && parts.fit::<S>(of_parts) && kept.fit::<S>(of_kept)
     }
 
     /// Returns the place of the local block.
@@ -263,31 +301,6 @@ impl<S: Space> BlockStock<S> {
     pub(super) fn put(&mut self, place: usize, buffer: S::Buffer) {
         self.places.put(place, buffer);
     }
-
-    /// Returns the bytes of all free buffers: of all, between passes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.places.bytes()
-    }
-
-    /// Returns true if the buffers, which are all free, can hold these blocks as far ahead as those
-    /// that [`BlockSizes::allocate`] returns at least can.
-    pub(super) fn fits(&self, sizes: &BlockSizes) -> bool {
-        let BlockSizes { blocks, later_parts, kept, pace } = sizes;
-        let mut later_parts = later_parts.iter().enumerate();
-        kept.is_some() == self.keeps_local
-            && self.blocks >= blocks.len().min(pace.ahead + 1)
-            && self.places.hold(self.blocks, blocks)
-            && later_parts.all(|(part, &bytes)| self.places.holds(self.blocks + part, bytes))
-            && kept.is_none_or(|local| self.places.holds(self.local(), local))
-    }
-}
-
-/// Bytes of the gradients of a pass.
-pub(super) struct GradientSizes {
-    sums: Vec<u64>,
-    arriving: u64,
-    finals: Vec<u64>,
-    pace: GroupPace,
 }
 
 /// Buffers for the gradients of a pass.
@@ -295,60 +308,6 @@ pub(super) struct GradientStock<S: Space> {
     pub(super) sums: Places<S>,
     pub(super) arriving: Places<S>,
     pub(super) finals: Places<S>,
-}
-
-impl GradientSizes {
-    /// Returns the sizes of the gradients of `steps`, with records of `record_bytes` bytes and
-    /// `tail` bytes of the tail of the local block.
-    pub(super) fn new(steps: &[RankStep], record_bytes: u64, tail: u64, pace: GroupPace) -> Self {
-        let received = |channel| {
-            let messages = steps.iter().flat_map(|step| &step.gradients.receives);
-            messages.filter(move |message| message.channel == channel).map(|of| of.bytes())
-        };
-        let blocks = steps.iter().skip(1).map(|step| step.rows.count());
-        Self {
-            sums: blocks.filter(|&rows| rows > 0).map(|rows| rows * record_bytes).collect(),
-            arriving: received(Channel::PartialGrad).max().unwrap_or(0).max(tail),
-            finals: received(Channel::FinalGrad).collect(),
-            pace: pace.with_gradients(),
-        }
-    }
-
-    /// Allocates buffers for the gradients.
-    pub(super) fn allocate<B: Backend>(&self, backend: &B) -> Result<GradientStock<B::Space>> {
-        let Self { sums, arriving, finals, pace } = self;
-        let [sums, finals] = gradient_buffers(sums, finals, pace.ahead, pace.is_unbounded());
-        Ok(GradientStock {
-            sums: Places::allocate(backend, sums)?,
-            arriving: Places::allocate(backend, [*arriving])?,
-            finals: Places::allocate(backend, finals)?,
-        })
-    }
-}
-
-impl<S: Space> GradientStock<S> {
-    /// Returns a stock without places, of a plan that sends no gradients.
-    pub(super) const fn empty() -> Self {
-        Self { sums: Places::none(), arriving: Places::none(), finals: Places::none() }
-    }
-
-    /// Returns the bytes of all free buffers: of all, between passes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.sums.bytes() + self.arriving.bytes() + self.finals.bytes()
-    }
-
-    /// Returns true if the buffers, which are all free, can hold these gradients as late as those
-    /// that [`GradientSizes::allocate`] returns at least can.
-    pub(super) fn fits(&self, sizes: &GradientSizes) -> bool {
-        let GradientSizes { sums, arriving, finals, pace } = sizes;
-        let late = pace.ahead.min(GRADIENT_BUFFERS);
-        let fits = |places: &Places<S>, sizes: &[u64], least: usize| {
-            places.len() >= sizes.len().min(least) && places.hold(places.len(), sizes)
-        };
-        fits(&self.sums, sums, late + 1)
-            && fits(&self.finals, finals, late)
-            && self.arriving.holds(0, *arriving)
-    }
 }
 
 /// Row numbers, positions and segment ids of one block, one by one. They are overwritten when

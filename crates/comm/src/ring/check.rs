@@ -238,7 +238,7 @@ pub(crate) struct Combined {
 
 /// Agrees with all ranks on a plan, in all-gather 0 of the transport. `checked` has the capabilities
 /// of the backend; `page_rows` is 0 but for a KV cache.
-pub(crate) fn agree<S: Space>(
+pub(crate) fn agree_on_plan<S: Space>(
     transport: &mut dyn Transport<S>,
     checked: Result<(&Spec, &Capabilities, Strategy)>,
     options: &RingOptions,
@@ -329,7 +329,7 @@ fn plan(
 }
 
 /// Describes a batch, but for the rows, which differ by rank.
-pub(crate) fn batch(batch: &Batch) -> Descriptor {
+pub(crate) fn describe_batch(batch: &Batch) -> Descriptor {
     let d = Descriptor::new()
         .field("q_segment_ids given", u64::from(batch.q_segment_ids.is_some()))
         .field("kv_segment_ids given", u64::from(batch.kv_segment_ids.is_some()))
@@ -342,7 +342,7 @@ pub(crate) fn batch(batch: &Batch) -> Descriptor {
 }
 
 /// Describes a call of a pass.
-pub(crate) fn call(name: &str) -> Descriptor {
+pub(crate) fn describe_call(name: &str) -> Descriptor {
     text(Descriptor::new(), "call", name)
 }
 

@@ -378,7 +378,7 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
-        let described = checked.map(|()| check::call(name));
+        let described = checked.map(|()| check::describe_call(name));
         self.calls.entries.enter(self.transport.as_mut(), &described).map(drop)
     }
 

@@ -145,7 +145,7 @@ impl<B: Backend> PlannedRing<B> {
         let placement = transport.control().placement().cloned();
         let described = checked.as_ref().map_err(Error::clone);
         let described = described.map(|(spec, capabilities)| (spec, capabilities, Strategy::Ring));
-        let combined = check::agree(transport, described, options, 0)?;
+        let combined = check::agree_on_plan(transport, described, options, 0)?;
         let (spec, capabilities) = checked?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
@@ -260,7 +260,7 @@ impl<B: Backend> Ring<B> {
 
     /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
     pub(super) fn try_update(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
-        let described = checked.map(|()| check::batch(batch));
+        let described = checked.map(|()| check::describe_batch(batch));
         self.calls.entries.enter(self.transport.as_mut(), &described)?;
 
         let dims = self.agreed.spec.dims;

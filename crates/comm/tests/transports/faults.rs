@@ -227,27 +227,3 @@ fn delays_within_the_deadline_are_no_failure() {
         assert!(results.iter().all(Result::is_ok), "{name}: {results:?}");
     }
 }
-
-#[test]
-fn without_a_checksum_corruption_is_undetected() {
-    let ends = on_ring(
-        2,
-        |endpoint| Fault::new(endpoint, 1, [Injection::Corrupt { send: 0 }]),
-        |mut endpoint| {
-            let peer = 1 - endpoint.rank();
-            let whole = header(peer, Channel::FinalGrad, 1, &[0..64]);
-            let block = buffer(&[0; 64]);
-            endpoint
-                .post(
-                    &[Outgoing { header: whole.clone(), buffer: &block, ready: &() }],
-                    &mut Vec::new(),
-                )
-                .unwrap();
-            receive(&mut endpoint, &whole, 64).unwrap();
-            let got = wait_for(&mut endpoint, &whole).unwrap();
-            drain(&mut endpoint).unwrap();
-            got.bytes().iter().map(|byte| byte.count_ones()).sum::<u32>()
-        },
-    );
-    assert_eq!(ends, [1, 1], "one bit each: this is why Checksum exists");
-}
