@@ -47,27 +47,3 @@ pub(crate) fn batch(documents: &[usize]) -> Batch {
     let starts = (!documents.is_empty()).then(|| starts.collect::<Vec<_>>());
     Batch { cum_seqlens_q: starts.clone(), cum_seqlens_k: starts, ..Batch::default() }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use annulus_core::Dims;
-
-    #[test]
-    fn documents_must_fill_the_sequence() {
-        let dims = Dims::new(1, 10, 1, 8);
-        assert!(check(&[4, 6], &dims).is_ok() && check(&[], &dims).is_ok());
-        let text = |documents: &[usize], dims| check(documents, &dims).unwrap_err().text();
-        assert_eq!(
-            text(&[4, 5], dims),
-            "--documents: got lengths of 9 rows together, want 10, the number of queries"
-        );
-        assert_eq!(
-            text(&[4, 6], Dims { kv_len: 12, ..dims }),
-            "--documents: got lengths of 10 rows together, want 12, the number of keys"
-        );
-        assert!(text(&[usize::MAX, 2], dims).starts_with("--documents: got lengths of 2^63"));
-        assert_eq!(batch(&[4, 6]).cum_seqlens_q, Some(vec![0, 4, 10]));
-        assert_eq!(batch(&[]), Batch::default());
-    }
-}

@@ -9,7 +9,6 @@ mod check;
 mod cuda;
 mod documents;
 mod figures;
-mod forward_only;
 mod limits;
 mod machine;
 mod odd_files;
