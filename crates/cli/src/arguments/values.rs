@@ -10,6 +10,8 @@ use clap::{
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 
+use crate::failure::{Failure, Outcome};
+
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
 const MOST_PLANNED_RANKS: usize = 1 << 16;
 /// The most ranks in one process, each a thread with buffers of its own.
@@ -275,6 +277,50 @@ fn count_to(most: usize, text: &str) -> Result<usize, String> {
 
 fn number(text: &str) -> Option<f64> {
     text.trim().parse().ok()
+}
+
+/// Name of the flag of packed documents.
+pub(crate) const DOCUMENTS: &str = "--documents";
+
+/// Returns the rows of all documents.
+///
+/// # Errors
+/// [`Failure::Usage`] for 2⁶³ rows or more.
+pub(crate) fn rows_of_documents(documents: &[usize]) -> Outcome<usize> {
+    let total = documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
+    let total = total.filter(|&total| i64::try_from(total).is_ok());
+    total.ok_or_else(|| {
+        Failure::usage(DOCUMENTS, "lengths of 2^63 or more together", "shorter documents")
+    })
+}
+
+/// Checks that documents fill both sequences.
+///
+/// # Errors
+/// [`Failure::Usage`] naming the flag and both lengths.
+pub(crate) fn check_documents(documents: &[usize], dims: &Dims) -> Outcome {
+    if documents.is_empty() {
+        return Ok(());
+    }
+    let rows = rows_of_documents(documents)?;
+    for (len, side) in [(dims.q_len, "queries"), (dims.kv_len, "keys")] {
+        if rows != len {
+            let got = format!("lengths of {rows} rows together");
+            return Err(Failure::usage(DOCUMENTS, got, format!("{len}, the number of {side}")));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the batch of the documents: the default one if there are none. [`rows_of_documents`] must have
+/// accepted them.
+pub(crate) fn packed(documents: &[usize]) -> Batch {
+    let starts = std::iter::once(0).chain(documents.iter().scan(0i64, |end, &len| {
+        *end += len as i64;
+        Some(*end)
+    }));
+    let starts = (!documents.is_empty()).then(|| starts.collect::<Vec<_>>());
+    Batch { cum_seqlens_q: starts.clone(), cum_seqlens_k: starts, ..Batch::default() }
 }
 
 #[cfg(test)]
