@@ -23,16 +23,16 @@
 //!
 //! `ring-documents` measures the rate of packed passes.
 
-mod distributions;
-
 use std::{collections::HashMap, time::Instant};
 
-use annulus::{Attention, Dims, Error, Layout, Result};
+use annulus::{Attention, Dims, Layout, Result};
+use annulus_bench::{
+    Parameters, cpu_seconds,
+    distributions::{distributions, packed},
+    median,
+};
 use annulus_core::Side;
 use annulus_plan::{Choice, NeedsIndex, RingShards, RingTraffic, Work};
-use rustix::time::{ClockId, clock_gettime};
-
-use distributions::{distributions, packed};
 
 const HEADS: usize = 32;
 const DIM: usize = 128;
@@ -40,52 +40,23 @@ const DIM: usize = 128;
 const FLOPS: f64 = 2.0 * 7.0;
 
 fn main() -> Result<()> {
-    let mut gflops: f64 = 45.0;
-    let mut rows = 1 << 20;
-    let mut seed = 7;
-    let mut draws = 1;
-    let mut mean = None;
-    let mut causal = true;
-    let mut ranks = vec![8, 16, 64];
-    for given in std::env::args().skip(1) {
-        let parsed = match given.split_once('=') {
-            Some(("gflops", rate)) => rate.parse().map(|rate| gflops = rate).ok(),
-            Some(("rows", number)) => number.parse().map(|number| rows = number).ok(),
-            Some(("seed", number)) => number.parse().map(|number| seed = number).ok(),
-            Some(("mean", number)) => number.parse().map(|number| mean = Some(number)).ok(),
-            Some(("draws", number)) => number.parse().map(|number| draws = number).ok(),
-            Some(("ranks", list)) => {
-                let counts = list.split(',').map(str::parse);
-                counts.collect::<std::result::Result<_, _>>().map(|counts| ranks = counts).ok()
-            }
-            Some(("mask", mask @ ("causal" | "full"))) => {
-                causal = mask == "causal";
-                Some(())
-            }
-            _ => None,
-        };
-        let want = "gflops, rows, seed, draws or mean = a number, ranks = numbers, mask = causal or \
-                    full";
-        parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
-    }
+    let names = ["gflops", "rows", "seed", "mean", "draws", "ranks", "mask"];
+    let given = Parameters::parse(std::env::args().skip(1), &names)?;
+    let rate = 1e9 * given.number("gflops", 45.0)?;
+    let rows = given.number("rows", 1 << 20)?;
+    let seed = given.number("seed", 7)?;
+    let draws = given.number("draws", 1)?;
+    let mean = given.get("mean").map(|_| given.number("mean", 0.0)).transpose()?;
+    let ranks = given.numbers("ranks", "8,16,64")?;
+    let causal = given.named("mask", "causal", ["causal", "full"], |mask| mask)? == ["causal"];
     for seed in seed..seed + draws {
         for (name, lens) in distributions(rows, seed, mean) {
             for &ranks in &ranks {
-                solver(name, &lens, ranks, gflops * 1e9, causal)?;
+                solver(name, &lens, ranks, rate, causal)?;
             }
         }
     }
     Ok(())
-}
-
-fn cpu_seconds() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
-fn median(numbers: &mut [f64]) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Visible pairs of one head.
@@ -121,7 +92,7 @@ fn solver(name: &str, lens: &[usize], ranks: usize, rate: f64, causal: bool) -> 
         let cpu = cpu_seconds() - begin;
         seconds.push(if cpu > 0.0 { cpu } else { wall.elapsed().as_secs_f64() });
     }
-    let seconds = median(&mut seconds);
+    let seconds = median(seconds);
     let Choice { layout, route, .. } = chosen;
     let shards = RingShards::of_batch(&dims, spec.alignment, &layout, ranks, &documents)?;
     let work = Work::of(&*spec.mask, dims.q_heads, 1, &shards).max_over_mean();
@@ -171,14 +142,14 @@ struct Part {
 }
 
 /// The tiles of all ranks, each of [`ROWS`] local rows.
-pub(crate) struct Tiles {
+struct Tiles {
     parts: Vec<Part>,
 }
 
 impl Tiles {
     /// Divides the rows of each rank, in local order, into tiles. `lens` has the lengths of the
     /// documents.
-    pub(crate) fn new(lens: &[usize], layout: &Layout, ranks: usize) -> Self {
+    fn new(lens: &[usize], layout: &Layout, ranks: usize) -> Self {
         let mut starts = vec![0];
         lens.iter().for_each(|len| starts.push(starts[starts.len() - 1] + len));
         let rows = starts[lens.len()];
@@ -204,12 +175,12 @@ impl Tiles {
     }
 
     /// Counts the pairs of a tile of queries and a tile of keys with a visible pair.
-    pub(crate) fn count(&self, causal: bool) -> u64 {
+    fn count(&self, causal: bool) -> u64 {
         self.count_by_rank(causal).iter().sum()
     }
 
     /// Counts the pairs of a tile of queries of each rank and a tile of keys with a visible pair.
-    pub(crate) fn count_by_rank(&self, causal: bool) -> Vec<u64> {
+    fn count_by_rank(&self, causal: bool) -> Vec<u64> {
         let mut of_documents: HashMap<usize, Vec<&Part>> = HashMap::new();
         for part in &self.parts {
             of_documents.entry(part.document).or_default().push(part);

@@ -1,36 +1,102 @@
 //! Attentions whose results two backends must agree on, and measures of the difference.
 
-use annulus::{Attention, DType, Dims};
+use annulus::{Attention, DType, Dims, Result};
 use annulus_core::Alignment;
+use serde_json::{Map, Value, json};
 
 /// Results that are compared.
-pub(crate) const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
+const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
+
+/// Values of [`NAMES`].
+pub type Results = [Vec<f64>; 5];
 
 /// Names of all shapes.
-pub(crate) const SHAPES: [&str; 7] = ["full", "causal", "window", "gqa", "cross", "cap", "decode"];
+pub const SHAPES: [&str; 7] = ["full", "causal", "window", "gqa", "cross", "cap", "decode"];
 
 /// Problems to be verified.
-pub(crate) struct Verification<'a> {
-    pub(crate) dtype: DType,
-    pub(crate) len: usize,
-    pub(crate) heads: usize,
-    pub(crate) dim: usize,
+#[derive(Debug, Clone, Copy)]
+pub struct Verification<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Number of keys.
+    pub len: usize,
+    /// Query heads of grouped shapes.
+    pub heads: usize,
+    /// Dim of heads and values.
+    pub dim: usize,
     /// Names of the masks.
-    pub(crate) masks: &'a [&'static str],
+    pub masks: &'a [&'static str],
     /// Keys that the window of the reference is too long, to show that it is found.
-    pub(crate) mistake: u64,
+    pub mistake: u64,
 }
 
 /// One attention.
-pub(crate) struct Shape {
-    pub(crate) name: &'static str,
-    pub(crate) attention: Attention,
-    pub(crate) dims: Dims,
+#[derive(Debug)]
+pub struct Shape {
+    name: &'static str,
+    /// Mask and scores.
+    pub attention: Attention,
+    /// Lengths.
+    pub dims: Dims,
+}
+
+impl Verification<'_> {
+    /// Verifies the chosen masks. `compute` returns the results of an attention, true if a second
+    /// pass has the same bits, and the results of the reference, which is the second argument.
+    /// `bound` is that of [`errors`]. Prints a line for each mask with the fields of `line`; false
+    /// if one is wrong.
+    ///
+    /// # Errors
+    /// Those of `compute`.
+    pub fn run(
+        &self,
+        bound: f64,
+        line: &Map<String, Value>,
+        mut compute: impl FnMut(&Shape, &Attention) -> Result<(Results, bool, Results)>,
+    ) -> Result<bool> {
+        let Self { len, heads, dim, masks, mistake, .. } = *self;
+        let mut all_right = true;
+        let references = shapes(len, heads, dim, mistake);
+        let both = shapes(len, heads, dim, 0).into_iter().zip(references);
+        for (shape, reference) in both.filter(|(shape, _)| masks.contains(&shape.name)) {
+            let (got, same_bits, want) = compute(&shape, &reference.attention)?;
+            let mut right = same_bits;
+            let mut found = Map::new();
+            for (index, name) in NAMES.into_iter().enumerate() {
+                let is_lse = name == "lse";
+                let errors = errors(&got[index], &want[index], if is_lse { 1 } else { dim });
+                // lse stays f32: only the order of sums and e^x differ
+                let bound = if is_lse { bound.min(1e-4) } else { bound };
+                right &= are_within(errors, bound);
+                found.insert(name.into(), json!(errors.map(|error| format!("{error:.1e}"))));
+            }
+            all_right &= right;
+            let mut line = line.clone();
+            for (name, value) in [
+                ("what", json!("verify")),
+                ("dtype", json!(self.dtype.name())),
+                ("mask", json!(shape.name)),
+                ("errors", Value::Object(found)),
+                ("same_bits", json!(same_bits)),
+                ("ok", json!(right)),
+            ] {
+                line.insert(name.to_owned(), value);
+            }
+            println!("{}", Value::Object(line));
+        }
+        Ok(all_right)
+    }
+}
+
+/// True if two results have the same bits.
+pub fn have_same_bits(first: &Results, second: &Results) -> bool {
+    let bits = |of: &Results| of.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+    bits(first) == bits(second)
 }
 
 /// Full, causal, window, grouped heads, causal with other numbers of queries than of keys, soft
 /// cap, and one query of grouped heads. The window is `mistake` keys too long.
-pub(crate) fn shapes(len: usize, heads: usize, dim: usize, mistake: u64) -> [Shape; 7] {
+fn shapes(len: usize, heads: usize, dim: usize, mistake: u64) -> [Shape; 7] {
     let kv_heads = (heads / 4).max(1);
     let square = Dims::new(1, len, kv_heads, dim);
     let full = Attention::new();
@@ -61,7 +127,7 @@ const WORST_ROW: f64 = 2.0;
 /// Rounding is relative to the terms of a sum, and rows differ in them by an order of magnitude:
 /// under a causal mask the first outputs are means of few values. Against the mean norm of a row
 /// their rounding would look like an error. Against its own norm a sum whose terms cancel would.
-pub(crate) fn errors(got: &[f64], want: &[f64], row: usize) -> [f64; 2] {
+fn errors(got: &[f64], want: &[f64], row: usize) -> [f64; 2] {
     let square = |numbers: &[f64]| numbers.iter().map(|x| x * x).sum::<f64>();
     let mut sum = 0.0;
     let mut most = 0.0f64;
@@ -78,7 +144,7 @@ pub(crate) fn errors(got: &[f64], want: &[f64], row: usize) -> [f64; 2] {
 }
 
 /// True if [`errors`] are within the bound of the whole.
-pub(crate) fn are_within(errors: [f64; 2], bound: f64) -> bool {
+fn are_within(errors: [f64; 2], bound: f64) -> bool {
     let [whole, row] = errors;
     whole < bound && row < WORST_ROW * bound
 }

@@ -8,11 +8,7 @@ const MEANS: [f64; 4] = [1366.5, 384.0, 0.8 * 250.0 + 0.2 * 4096.0, 250.0];
 
 /// Returns the lengths of documents of `rows` rows, by distribution; with `mean`, in a unit in
 /// which this is their mean before they are rounded to whole rows.
-pub(crate) fn distributions(
-    rows: usize,
-    seed: u64,
-    mean: Option<f64>,
-) -> [(&'static str, Vec<usize>); 4] {
+pub fn distributions(rows: usize, seed: u64, mean: Option<f64>) -> [(&'static str, Vec<usize>); 4] {
     let normal = |uniform: &mut dyn FnMut() -> f64| {
         (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
     };
@@ -36,7 +32,7 @@ pub(crate) fn distributions(
 }
 
 /// Returns the batch of documents of these lengths, one after another.
-pub(crate) fn packed(lens: &[usize]) -> Batch {
+pub fn packed(lens: &[usize]) -> Batch {
     let ends = lens.iter().scan(0i64, |end, &len| {
         *end += len as i64;
         Some(*end)

@@ -14,16 +14,17 @@
 //! to that of documents one by one. Outputs and gradients of packed passes are compared with those
 //! of documents alone.
 
-mod distributions;
-
 use annulus::{
     Attention, Backward, Dims, Division, Error, Forward, Plan, Result, Tensors,
     comm::threads::{each_rank, ring},
 };
+use annulus_bench::{
+    Parameters, cpu_seconds,
+    distributions::{distributions, packed},
+    median,
+};
 use annulus_core::index;
-use distributions::distributions;
 use ndarray::{Array4, Axis};
-use rustix::time::{ClockId, clock_gettime};
 
 /// Largest difference of an element of both, for inputs within ±2.
 const TOLERANCE: f32 = 1e-3;
@@ -39,25 +40,16 @@ struct Case {
 }
 
 fn main() -> Result<()> {
-    let mut case = Case { rows: 8192, ranks: 2, heads: 8, dim: 64, rounds: 7 };
-    let mut seed = 7;
-    for given in std::env::args().skip(1) {
-        let parsed = given.split_once('=').and_then(|(name, number)| {
-            let number: usize = number.parse().ok().filter(|&number| number > 0)?;
-            match name {
-                "rows" => case.rows = number,
-                "ranks" => case.ranks = number,
-                "heads" => case.heads = number,
-                "d" => case.dim = number,
-                "rounds" => case.rounds = number,
-                "seed" => seed = number as u64,
-                _ => return None,
-            }
-            Some(())
-        });
-        let want = "rows, ranks, heads, d, rounds or seed = a positive number";
-        parsed.ok_or_else(|| Error::invalid("argument", given, want))?;
-    }
+    let names = ["rows", "ranks", "heads", "d", "rounds", "seed"];
+    let given = Parameters::parse(std::env::args().skip(1), &names)?;
+    let case = Case {
+        rows: given.count("rows", 8192)?,
+        ranks: given.count("ranks", 2)?,
+        heads: given.count("heads", 8)?,
+        dim: given.count("d", 64)?,
+        rounds: given.count("rounds", 7)?,
+    };
+    let seed = given.number("seed", 7)?;
     for (name, lens) in distributions(case.rows, seed, None) {
         case.measure(name, &lens)?;
     }
@@ -111,7 +103,7 @@ impl Case {
 
     /// Makes one plan on all ranks.
     fn packed(&self, inputs: &[Array4<f32>; 4], lens: &[usize]) -> Result<Vec<Passes>> {
-        let batch = distributions::packed(lens);
+        let batch = packed(lens);
         let dims = self.dims(self.rows);
         let attention = Attention::new().causal(true);
         let division = Division::new().balanced(&attention, dims, &batch, self.ranks)?;
@@ -221,13 +213,7 @@ fn tensor(rows: usize, heads: usize, dim: usize, seed: usize) -> Array4<f32> {
     })
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
 /// Returns the CPU time of all threads, in milliseconds.
 fn now() -> f64 {
-    let cpu = clock_gettime(ClockId::ProcessCPUTime);
-    cpu.tv_sec as f64 * 1e3 + cpu.tv_nsec as f64 * 1e-6
+    cpu_seconds() * 1e3
 }

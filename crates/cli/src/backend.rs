@@ -21,7 +21,7 @@ use crate::{
         values::{backend, whole},
     },
     failure::{Failure, Outcome},
-    job::{RankBackend, RankEndpoint},
+    job::{Job, RankBackend, RankEndpoint},
 };
 
 /// Flags that choose the backend and its device.
@@ -34,6 +34,30 @@ pub(crate) struct DeviceFlags {
     /// use its GPUs in turn; with wgpu the first and those of its kind
     #[arg(long, value_name = "N", value_parser = whole)]
     pub(crate) device: Option<usize>,
+    /// Transport between ranks. Messages of `decode` and `measure` are in host memory: decode
+    /// refuses nccl, and measure takes threads or mpi for it
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) transport: TransportName,
+}
+
+impl DeviceFlags {
+    /// Opens the backend, and runs `work` in a job of `subcommand`.
+    ///
+    /// # Ordering
+    /// Collective over the processes.
+    /// # Errors
+    /// Those of [`BackendChoice::open`], [`Job::start`] and `work`.
+    pub(crate) fn run_job(
+        &self,
+        subcommand: &'static str,
+        deadline: Duration,
+        work: impl FnOnce(&mut Job, BackendChoice) -> Outcome,
+    ) -> Outcome {
+        let backend = BackendChoice::open(self, deadline)?;
+        let mut job = Job::start(subcommand, self.transport, deadline)?;
+        let done = work(&mut job, backend);
+        job.end(done)
+    }
 }
 
 /// Opened backend, from which the ranks of this process are created.
@@ -77,12 +101,8 @@ impl BackendChoice {
     /// [`Error::Unsupported`] naming what this build or this machine has; [`Failure::Usage`] if an
     /// environment variable forces an unknown instruction set or level, or if a device is given for
     /// a backend without devices.
-    pub(crate) fn open(
-        flags: &DeviceFlags,
-        transport: TransportName,
-        deadline: Duration,
-    ) -> Outcome<Self> {
-        let DeviceFlags { backend: name, device } = *flags;
+    pub(crate) fn open(flags: &DeviceFlags, deadline: Duration) -> Outcome<Self> {
+        let DeviceFlags { backend: name, device, transport } = *flags;
         #[cfg(not(feature = "cuda"))]
         let _: Duration = deadline;
         if transport == TransportName::Nccl {

@@ -14,9 +14,9 @@ use tempfile::TempDir;
 
 use crate::{
     arguments::{
-        documents, names,
+        names,
         ring::{TransportName, threads_per_rank},
-        values::{LayoutName, count, ranks},
+        values::{self, LayoutName, count, ranks},
     },
     attend::AttendRun,
     backend::{BackendChoice, DeviceFlags},
@@ -72,7 +72,11 @@ const FILES: [&str; 2] = ["input.safetensors", "output.safetensors"];
 impl DemoFlags {
     /// Returns the tokens.
     fn tokens(&self) -> Outcome<usize> {
-        if self.documents.is_empty() { Ok(self.len) } else { documents::rows(&self.documents) }
+        if self.documents.is_empty() {
+            Ok(self.len)
+        } else {
+            values::rows_of_documents(&self.documents)
+        }
     }
 
     /// Refuses a folder that has a file of the demo, unless `--force` is given.
@@ -97,10 +101,11 @@ impl DemoFlags {
 
 /// Runs `annulus demo`.
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
-    let device = DeviceFlags { backend: BackendName::Cpu, device: None };
-    let backend = BackendChoice::open(&device, TransportName::Threads, DEFAULT_DEADLINE)?;
+    let transport = TransportName::Threads;
+    let device = DeviceFlags { backend: BackendName::Cpu, device: None, transport };
+    let backend = BackendChoice::open(&device, DEFAULT_DEADLINE)?;
     let tokens = flags.tokens()?;
-    let length = if flags.documents.is_empty() { "--len" } else { documents::FLAG };
+    let length = if flags.documents.is_empty() { "--len" } else { values::DOCUMENTS };
     let dims = Dims { kv_heads: 2, ..Dims::new(1, tokens, 8, 64) };
     let named = |error| names::of_flags(error, &[("q_len", length), ("kv_len", length)]);
     dims.validate().map_err(named)?;

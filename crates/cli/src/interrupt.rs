@@ -113,14 +113,3 @@ fn ignored_mask(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_mask_of_ignored_signals_is_parsed() {
-        assert_eq!(ignored_mask("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001003\n"), 0x1003);
-        assert_eq!(ignored_mask("Name:\tannulus\n"), 0);
-    }
-}

@@ -30,8 +30,6 @@
 //! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
 //! its times mean nothing.
 
-#[path = "../comparison.rs"]
-mod comparison;
 mod pass;
 
 use std::{
@@ -43,6 +41,11 @@ use std::{
 };
 
 use annulus::{Attention, DType, Dims, Error, Result};
+use annulus_bench::{
+    Parameters,
+    comparison::{SHAPES, Verification},
+    draw, median,
+};
 use annulus_cuda::{
     Cuda, Level, Variant,
     device::{Architecture, Compiler, CompilerSymbols, ImageCache, Symbols},
@@ -50,92 +53,44 @@ use annulus_cuda::{
 use annulus_cuda_emulator as emulator;
 use serde_json::json;
 
-use comparison::Verification;
-use pass::{Numbers, Passes};
+use pass::Passes;
 
-/// Parameters by name, with defaults for what is not given.
-struct Settings(BTreeMap<String, String>);
+/// Names of the parameters.
+const NAMES: [&str; 16] = [
+    "device", "levels", "dtypes", "dims", "lens", "heads", "batch", "rounds", "causal", "masks",
+    "verify", "compile", "cubins", "mistake", "queries", "kv_heads",
+];
 
-impl Settings {
-    const NAMES: [&str; 16] = [
-        "device", "levels", "dtypes", "dims", "lens", "heads", "batch", "rounds", "causal",
-        "masks", "verify", "compile", "cubins", "mistake", "queries", "kv_heads",
-    ];
-
-    fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
-        let mut all = BTreeMap::new();
-        for word in words {
-            let (name, value) = word.split_once('=').unwrap_or((&word, ""));
-            if !Self::NAMES.contains(&name) || value.is_empty() {
-                let want = format!("one of {}, = and a value", Self::NAMES.join(", "));
-                return Err(Error::invalid("argument", &word, want));
-            }
-            all.insert(name.to_owned(), value.to_owned());
+/// Opens the device at each level, with one stream for each.
+fn open_levels(settings: &Parameters) -> Result<Vec<Setup>> {
+    let named = |word: &str| {
+        let is_form = word == TILES;
+        let level = if is_form { Level::Warpgroup.name() } else { word };
+        let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
+        Some((word.to_owned(), level))
+    };
+    let levels = settings.list("levels", Level::Matrix.name(), named)?;
+    let device = settings.get("device").unwrap_or("0");
+    let open = |level: Level| -> Result<Cuda> {
+        if device == "emulated" {
+            let driver = pass::watched(emulator::hopper_symbols());
+            let nvrtc = || Ok(emulator::hopper_compiler_symbols());
+            let cuda = Cuda::with_symbols(Ok(driver), nvrtc, ImageCache::of_user(), 0)?;
+            return cuda.with_min_warpgroup_rows(0).at_level(level);
         }
-        Ok(Self(all))
-    }
-
-    fn get(&self, name: &str) -> Option<&str> {
-        self.0.get(name).map(String::as_str)
-    }
-
-    /// Parses a list.
-    fn list<T>(
-        &self,
-        name: &str,
-        otherwise: &str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Result<Vec<T>> {
-        let text = self.get(name).unwrap_or(otherwise);
-        let wrong = || Error::invalid(name, text, format!("a list such as {otherwise}"));
-        text.split(',').map(|word| parse(word).ok_or_else(wrong)).collect()
-    }
-
-    fn number(&self, name: &str, otherwise: usize) -> Result<usize> {
-        let Some(text) = self.get(name) else { return Ok(otherwise) };
-        text.parse().map_err(|_| Error::invalid(name, text, "a number"))
-    }
-
-    fn dtypes(&self, otherwise: &str) -> Result<Vec<DType>> {
-        let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
-        self.list("dtypes", otherwise, |word| all.into_iter().find(|dtype| dtype.name() == word))
-    }
-
-    fn numbers(&self, name: &str, otherwise: &str) -> Result<Vec<usize>> {
-        self.list(name, otherwise, |word| word.parse().ok())
-    }
-
-    /// Opens the device at each level, with one stream for each.
-    fn open(&self) -> Result<Vec<Setup>> {
-        let named = |word: &str| {
-            let is_form = word == TILES;
-            let level = if is_form { Level::Warpgroup.name() } else { word };
-            let level = Level::ALL.into_iter().find(|found| found.name() == level)?;
-            Some((word.to_owned(), level))
-        };
-        let levels = self.list("levels", Level::Matrix.name(), named)?;
-        let device = self.get("device").unwrap_or("0");
-        let open = |level: Level| -> Result<Cuda> {
-            if device == "emulated" {
-                let driver = pass::watched(emulator::hopper_symbols());
-                let nvrtc = || Ok(emulator::hopper_compiler_symbols());
-                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, ImageCache::of_user(), 0)?;
-                return cuda.with_min_warpgroup_rows(0).at_level(level);
-            }
-            let number =
-                device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
-            let driver = Symbols::system().map(pass::watched);
-            let cuda =
-                Cuda::with_symbols(driver, CompilerSymbols::system, ImageCache::of_user(), number)?;
-            cuda.at_level(level)
-        };
-        let open = |(name, level): (String, Level)| {
-            let cuda = open(level)?;
-            let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
-            Ok(Setup { name, cuda })
-        };
-        levels.into_iter().map(open).collect()
-    }
+        let number =
+            device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
+        let driver = Symbols::system().map(pass::watched);
+        let cuda =
+            Cuda::with_symbols(driver, CompilerSymbols::system, ImageCache::of_user(), number)?;
+        cuda.at_level(level)
+    };
+    let open = |(name, level): (String, Level)| {
+        let cuda = open(level)?;
+        let cuda = if name == TILES { cuda.with_forward_blocks(usize::MAX) } else { cuda };
+        Ok(Setup { name, cuda })
+    };
+    levels.into_iter().map(open).collect()
 }
 
 /// Name of level `warpgroup` with a thread block for each tile.
@@ -145,12 +100,6 @@ const TILES: &str = "warpgroup-tiles";
 struct Setup {
     name: String,
     cuda: Cuda,
-}
-
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    let middle = numbers.len() / 2;
-    numbers.get(middle).copied().unwrap_or(f64::NAN)
 }
 
 /// One attention to be timed.
@@ -166,7 +115,7 @@ struct Problem {
 fn measure(levels: &[Setup], problem: Problem) -> Result<()> {
     let Problem { dtype, dims, is_causal, rounds } = problem;
     let attention = Attention::new().causal(is_causal);
-    let numbers = Numbers::draw(dims, dtype);
+    let numbers = draw(dims, dtype);
     let open = |setup: &Setup| Passes::new(&setup.cuda, &attention, dtype, dims, &numbers);
     let mut all = levels.iter().map(open).collect::<Result<Vec<_>>>()?;
     let pairs = (dims.batch * dims.q_heads) as f64
@@ -218,7 +167,7 @@ fn measure(levels: &[Setup], problem: Problem) -> Result<()> {
 
 /// Compiles all kernels, or those of the given types and dims, for a compute capability such as 9.0
 /// into the user's cache.
-fn compile(capability: &str, settings: &Settings) -> Result<()> {
+fn compile(capability: &str, settings: &Parameters) -> Result<()> {
     let cubins = settings.get("cubins");
     let dtypes = settings.dtypes("f64,f32,bf16,f16")?;
     let dims = settings.numbers("dims", "32,64,128,256")?;
@@ -266,15 +215,14 @@ fn compile(capability: &str, settings: &Settings) -> Result<()> {
 
 /// Returns false if a comparison failed.
 fn run() -> Result<bool> {
-    let settings = Settings::parse(std::env::args().skip(1))?;
+    let settings = Parameters::parse(std::env::args().skip(1), &NAMES)?;
     if let Some(capability) = settings.get("compile") {
         return compile(capability, &settings).map(|()| true);
     }
-    let levels = settings.open()?;
-    if settings.number("verify", 0)? != 0 {
-        let named = |word: &str| comparison::SHAPES.into_iter().find(|&name| name == word);
-        let masks = settings.list("masks", &comparison::SHAPES.join(","), named)?;
-        let mistake = settings.number("mistake", 0)? as u64;
+    let levels = open_levels(&settings)?;
+    if settings.number("verify", 0usize)? != 0 {
+        let masks = settings.named("masks", &SHAPES.join(","), SHAPES, |mask| mask)?;
+        let mistake = settings.number("mistake", 0)?;
         let mut all_right = true;
         for dtype in settings.dtypes("bf16,f16")? {
             for dim in settings.numbers("dims", "64,128,256")? {

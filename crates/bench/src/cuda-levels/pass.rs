@@ -13,6 +13,10 @@ use std::{
 };
 
 use annulus::{Attention, DType, Dims, Error, Result, comm::ring::Ring};
+use annulus_bench::{
+    comparison::{Results, Verification, have_same_bits},
+    draw,
+};
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
@@ -23,34 +27,17 @@ use annulus_cuda::{
     },
 };
 use half::{bf16, f16};
+use ndarray::Array4;
 use serde_json::json;
 
 use crate::Setup;
-use crate::comparison::{NAMES, Shape, Verification, are_within, errors, shapes};
 
 /// Longest wait for the device.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Numbers with a standard normal distribution, rounded to `dtype`.
-pub(crate) fn normal_numbers(count: usize, dtype: DType, salt: u64) -> Vec<f32> {
-    let mut state = salt;
-    let mut uniform = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f64 + 0.5) / f64::from(1 << 24)
-    };
-    // Box and Muller 1958
-    let normal = |_| {
-        let (radius, angle) = (uniform(), uniform());
-        (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
-    };
-    (0..count).map(normal).map(|number| dtype.round(number) as f32).collect()
-}
-
-fn bytes_of(numbers: &[f32], dtype: DType) -> Vec<u8> {
+fn bytes_of(numbers: &Array4<f64>, dtype: DType) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
     for &number in numbers {
-        let number = f64::from(number);
         match dtype {
             DType::F64 => bytes.extend(number.to_le_bytes()),
             DType::F32 => bytes.extend((number as f32).to_le_bytes()),
@@ -59,32 +46,6 @@ fn bytes_of(numbers: &[f32], dtype: DType) -> Vec<u8> {
         }
     }
     bytes
-}
-
-/// Inputs q, k, v and dout, in the order `[batch, row, head, dim]`.
-pub(crate) struct Numbers(pub(crate) [Vec<f32>; 4]);
-
-impl Numbers {
-    /// Draws the inputs of an attention, rounded to `dtype`.
-    pub(crate) fn draw(dims: Dims, dtype: DType) -> Self {
-        let shapes = tensor_shapes(dims);
-        Self(
-            [0, 1, 2, 3].map(|index| {
-                normal_numbers(shapes[index].iter().product(), dtype, index as u64 + 1)
-            }),
-        )
-    }
-}
-
-/// Shapes of q, k, v and dout.
-const fn tensor_shapes(dims: Dims) -> [[usize; 4]; 4] {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
-    [
-        [batch, q_len, q_heads, head_dim],
-        [batch, kv_len, kv_heads, head_dim],
-        [batch, kv_len, kv_heads, value_dim],
-        [batch, q_len, q_heads, value_dim],
-    ]
 }
 
 /// Ring and tensors of one attention.
@@ -103,7 +64,7 @@ impl Passes {
         attention: &Attention,
         dtype: DType,
         dims: Dims,
-        numbers: &Numbers,
+        numbers: &[Array4<f64>; 4],
     ) -> Result<Self> {
         let stream = cuda.stream().clone();
         let attention = attention.clone().dtype(dtype);
@@ -112,9 +73,9 @@ impl Passes {
         let setup = annulus::Setup::from(attention);
         let (spec, options) = (setup.spec(dims), setup.ring_options());
         let ring = Ring::new(cuda.clone(), Box::new(transport), spec, options)?;
-        let shapes = tensor_shapes(dims);
+        let shapes = numbers.each_ref().map(|tensor| tensor.dim().into());
         let upload = |index: usize| {
-            let bytes = bytes_of(&numbers.0[index], dtype);
+            let bytes = bytes_of(&numbers[index], dtype);
             CudaTensor::upload(&stream, &bytes, dtype, shapes[index])
         };
         // outputs begin as NaN, which shows an element that is not written. compute-sanitizer's
@@ -177,7 +138,7 @@ impl Passes {
     }
 
     /// Downloads out, lse, dq, dk and dv.
-    pub(crate) fn results(&self) -> Result<[Vec<f64>; 5]> {
+    pub(crate) fn results(&self) -> Result<Results> {
         let [dq, dk, dv] = &self.gradients;
         let mut all = [const { Vec::new() }; 5];
         for (numbers, tensor) in all.iter_mut().zip([&self.out, &self.lse, dq, dk, dv]) {
@@ -198,17 +159,15 @@ fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
     bytes.chunks_exact(dtype.bytes()).map(number).collect()
 }
 
-/// Results of two passes, which must have the same bits.
-fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
+/// Results of two passes, and true if they have the same bits.
+fn compute(passes: &mut Passes) -> Result<(Results, bool)> {
     let mut once = || {
         passes.forward()?;
         passes.backward()?;
         passes.results()
     };
     let first = once()?;
-    let second = once()?;
-    let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let same = first.iter().zip(&second).all(|(first, second)| bits(first) == bits(second));
+    let same = have_same_bits(&first, &once()?);
     Ok((first, same))
 }
 
@@ -216,49 +175,27 @@ fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
 /// one is wrong.
 pub(crate) fn verify(setup: &Setup, problem: &Verification<'_>) -> Result<bool> {
     let Setup { name: level, cuda } = setup;
-    let &Verification { dtype, len, heads, dim, masks, mistake } = problem;
+    let Verification { dtype, len, dim, .. } = *problem;
     let bound = match dtype {
         DType::Bf16 => 5e-3,
         DType::F16 => 1e-3,
         _ => return Err(Error::invalid("dtypes", dtype, "bf16 or f16: f32 is the reference")),
     };
     let plain = cuda.clone().at_level(Level::Plain)?;
-    let mut all_right = true;
-    let references = shapes(len, heads, dim, mistake);
-    for (shape, reference) in shapes(len, heads, dim, 0).into_iter().zip(references) {
-        let Shape { name, attention, dims } = shape;
-        if !masks.contains(&name) {
-            continue;
-        }
-        let numbers = Numbers::draw(dims, dtype);
-        let mut passes = Passes::new(cuda, &attention, dtype, dims, &numbers)?;
-        let (got, same_bits) = compute(&mut passes)?;
-        drop(passes);
-        let mut passes = Passes::new(&plain, &reference.attention, DType::F32, dims, &numbers)?;
+    let mut line = serde_json::Map::new();
+    line.insert("gpu".into(), json!(cuda.to_string()));
+    line.insert("level".into(), json!(level));
+    line.insert("head_dim".into(), json!(dim));
+    line.insert("n".into(), json!(len));
+    problem.run(bound, &line, |shape, reference| {
+        let numbers = draw(shape.dims, dtype);
+        let (got, same_bits) =
+            compute(&mut Passes::new(cuda, &shape.attention, dtype, shape.dims, &numbers)?)?;
+        let mut passes = Passes::new(&plain, reference, DType::F32, shape.dims, &numbers)?;
         passes.forward()?;
         passes.backward()?;
-        let want = passes.results()?;
-        let mut right = same_bits;
-        let mut found = serde_json::Map::new();
-        for (index, name) in NAMES.into_iter().enumerate() {
-            // lse stays f32: only the order of sums and e^x differ
-            let is_lse = name == "lse";
-            let errors = errors(&got[index], &want[index], if is_lse { 1 } else { dim });
-            let bound = if is_lse { 1e-4 } else { bound };
-            right &= are_within(errors, bound);
-            found.insert(name.into(), json!(errors.map(|error| format!("{error:.1e}"))));
-        }
-        all_right &= right;
-        println!(
-            "{}",
-            json!({
-                "what": "verify", "gpu": cuda.to_string(), "level": level,
-                "dtype": dtype.name(), "head_dim": dim, "n": len, "mask": name,
-                "errors": found, "same_bits": same_bits, "ok": right,
-            })
-        );
-    }
-    Ok(all_right)
+        Ok((got, same_bits, passes.results()?))
+    })
 }
 
 static DRIVER: OnceLock<Symbols> = OnceLock::new();

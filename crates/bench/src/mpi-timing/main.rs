@@ -23,7 +23,8 @@ mod ring;
 
 use std::process::ExitCode;
 
-use annulus::Layout;
+use annulus::{Error, Layout, Result};
+use annulus_bench::Parameters;
 use annulus_comm::mpi::Launch;
 
 /// The attention to compute and the number of rounds.
@@ -41,43 +42,26 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    fn parse(words: &[String]) -> Result<Self, String> {
-        let mut problem = Self {
-            q_len: 8192,
-            heads: 8,
-            dim: 64,
-            rounds: 5,
-            threads: 1,
-            layout: Layout::Zigzag,
-            causal: true,
-            paced_ms: None,
-        };
-        for word in words {
-            let (name, value) =
-                word.split_once('=').ok_or_else(|| format!("{word}: want name=value"))?;
-            let number = || {
-                value
-                    .parse::<usize>()
-                    .ok()
-                    .filter(|&number| number > 0)
-                    .ok_or_else(|| format!("{word}: want a number above 0"))
-            };
-            match (name, value) {
-                ("q_len", _) => problem.q_len = number()?,
-                ("heads", _) => problem.heads = number()?,
-                ("dim", _) => problem.dim = number()?,
-                ("rounds", _) => problem.rounds = number()?,
-                ("threads", _) => problem.threads = number()?,
-                ("paced_ms", _) => problem.paced_ms = Some(number()?),
-                ("layout", "contiguous") => problem.layout = Layout::Contiguous,
-                ("layout", "zigzag") => problem.layout = Layout::Zigzag,
-                ("layout", "striped") => problem.layout = Layout::Striped,
-                ("mask", "causal") => problem.causal = true,
-                ("mask", "full") => problem.causal = false,
-                _ => return Err(format!("{word}: no such name or value")),
-            }
-        }
-        Ok(problem)
+    const NAMES: [&str; 8] =
+        ["q_len", "heads", "dim", "rounds", "threads", "layout", "mask", "paced_ms"];
+
+    fn parse(words: &[String]) -> Result<Self> {
+        let given = Parameters::parse(words.iter().cloned(), &Self::NAMES)?;
+        let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+        let layout = given.get("layout").unwrap_or("zigzag");
+        let layout = layouts.into_iter().find(|of| of.name() == layout);
+        let wrong = || Error::invalid("layout", "another", "contiguous, zigzag or striped");
+        let paced_ms = given.get("paced_ms").map(|_| given.count("paced_ms", 1));
+        Ok(Self {
+            q_len: given.count("q_len", 8192)?,
+            heads: given.count("heads", 8)?,
+            dim: given.count("dim", 64)?,
+            rounds: given.count("rounds", 5)?,
+            threads: given.count("threads", 1)?,
+            layout: layout.ok_or_else(wrong)?,
+            causal: given.named("mask", "causal", ["causal", "full"], |of| of)? == ["causal"],
+            paced_ms: paced_ms.transpose()?,
+        })
     }
 }
 
@@ -92,15 +76,15 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(words: &[String]) -> Result<(), String> {
-    let (what, rest) = words.split_first().ok_or("want overlap, tax or ticks")?;
+fn run(words: &[String]) -> Result<()> {
+    let wrong = || Error::invalid("measurement", words.join(" "), "overlap, tax or ticks");
+    let (what, rest) = words.split_first().ok_or_else(wrong)?;
     let problem = Problem::parse(rest)?;
-    let _launch = Launch::begin().map_err(|error| error.to_string())?;
+    let _launch = Launch::begin()?;
     match what.as_str() {
         "overlap" => overlap::measure(&problem),
         "tax" => ring::tax(&problem),
         "ticks" => ring::ticks(&problem),
-        _ => return Err("want overlap, tax or ticks".to_owned()),
+        _ => Err(wrong()),
     }
-    .map_err(|error| error.to_string())
 }

@@ -37,7 +37,7 @@ pub(crate) struct Pace {
 /// Interval of the ticks of a paced tile: the least interval of the CPU's tiles.
 const TICK_EVERY: Duration = Duration::from_micros(200);
 
-impl TileCalls for Pace {
+impl Pace {
     /// Does `work`, or waits instead, with the ring's tick or one that does nothing.
     fn run(
         &self,
@@ -127,63 +127,45 @@ impl<T: Control> Control for NoMessages<T> {
 pub(crate) const FORWARD: f64 = 1.0;
 const BACKWARD: f64 = 2.5;
 
-/// Runs the tiles of a block.
-pub(crate) trait TileCalls: Clone + Send + 'static {
-    /// Notes the shard of a workspace, for its current batch.
-    fn adopt(&self, _shard: &RankShard) {}
-
-    /// Calls `work` on `block`, or replaces it. `products` are the matrix products, in units of a
-    /// forward pass.
-    fn run(
-        &self,
-        block: &Block<'_, Host>,
-        products: f64,
-        tick: Tick<'_>,
-        work: impl FnOnce(Tick<'_>) -> Result<()>,
-    ) -> Result<()>;
-}
-
 /// The CPU backend, whose tiles `calls` runs.
 #[derive(Debug)]
-pub(crate) struct WrappedTiles<C> {
+pub(crate) struct WrappedTiles {
     pub(crate) inner: Cpu,
-    pub(crate) calls: C,
+    pub(crate) calls: Pace,
 }
 
 /// Workspace of [`WrappedTiles`].
 #[derive(Debug)]
-pub(crate) struct WrappedWorkspace<C> {
+pub(crate) struct WrappedWorkspace {
     inner: annulus_cpu::CpuWorkspace,
-    calls: C,
+    calls: Pace,
 }
 
 /// A pass of [`WrappedTiles`].
-pub(crate) struct WrappedPass<P, C> {
+pub(crate) struct WrappedPass<P> {
     inner: P,
-    calls: C,
+    calls: Pace,
 }
 
-impl<C: TileCalls> Backend for WrappedTiles<C> {
+impl Backend for WrappedTiles {
     type Space = Host;
-    type Workspace = WrappedWorkspace<C>;
+    type Workspace = WrappedWorkspace;
 
     annulus_core::forward_backend! { capabilities allocate write_block }
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;
-        self.calls.adopt(shard);
         Ok(WrappedWorkspace { inner, calls: self.calls.clone() })
     }
 }
 
-impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
+impl Workspace for WrappedWorkspace {
     type Space = Host;
-    type Forward<'p> = WrappedPass<annulus_cpu::CpuForward<'p>, C>;
-    type Backward<'p> = WrappedPass<annulus_cpu::CpuBackward<'p>, C>;
+    type Forward<'p> = WrappedPass<annulus_cpu::CpuForward<'p>>;
+    type Backward<'p> = WrappedPass<annulus_cpu::CpuBackward<'p>>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
         self.inner.update(shard)?;
-        self.calls.adopt(shard);
         Ok(())
     }
 
@@ -212,7 +194,7 @@ impl<C: TileCalls> Workspace for WrappedWorkspace<C> {
     }
 }
 
-impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C> {
+impl<P: ForwardPass<Host>> ForwardPass<Host> for WrappedPass<P> {
     fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
         self.inner.local_kv(into, sent)
     }
@@ -237,7 +219,7 @@ impl<P: ForwardPass<Host>, C: TileCalls> ForwardPass<Host> for WrappedPass<P, C>
     }
 }
 
-impl<P: BackwardPass<Host>, C: TileCalls> BackwardPass<Host> for WrappedPass<P, C> {
+impl<P: BackwardPass<Host>> BackwardPass<Host> for WrappedPass<P> {
     fn local_kv(&mut self, into: &mut HostBuffer, sent: &RowSet) -> Result<()> {
         self.inner.local_kv(into, sent)
     }

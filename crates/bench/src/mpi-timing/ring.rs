@@ -10,6 +10,7 @@
 use std::time::{Duration, Instant};
 
 use annulus::{Attention, Backward, Dims, Division, Forward, Plan, Runtime, Tensors};
+use annulus_bench::cpu_seconds;
 use annulus_comm::{
     Deadline, all_gather,
     mpi::{Mpi, Settings},
@@ -143,9 +144,9 @@ impl Everybody {
     pub(crate) fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(Taken, T)> {
         self.most([0.0])?;
         let start = Instant::now();
-        let core_start = core_seconds();
+        let core_start = cpu_seconds();
         let done = work()?;
-        let all = self.numbers([start.elapsed().as_secs_f64(), core_seconds() - core_start])?;
+        let all = self.numbers([start.elapsed().as_secs_f64(), cpu_seconds() - core_start])?;
         let seconds = all.iter().map(|numbers| numbers[0]).fold(0.0, f64::max);
         Ok((Taken { seconds, core_seconds: all.iter().map(|numbers| numbers[1]).sum() }, done))
     }
@@ -158,12 +159,6 @@ pub(crate) struct Taken {
     pub(crate) seconds: f64,
     /// CPU seconds of all ranks together, which other load of the machine hardly changes.
     pub(crate) core_seconds: f64,
-}
-
-/// Returns the CPU time of this process's threads.
-fn core_seconds() -> f64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// Returns the median and half the distance between the quartiles.

@@ -27,20 +27,23 @@
 //! twice as much. A second pass has the same bits. The exit status is 1 if a check fails. With
 //! `mistake=1` the window of the reference is one key too long, which must be found.
 
-#[path = "../comparison.rs"]
-mod comparison;
 mod pass;
 mod roof;
 
 use std::process::ExitCode;
 
 use annulus::DType;
+use annulus_bench::{
+    Parameters,
+    comparison::{SHAPES, Verification},
+    median,
+};
 use annulus_core::{Error, Result};
 use annulus_wgpu::{Gpu, Level, Options, QueryTileSize};
 use serde_json::{Value, json};
 
 use pass::{Passes, Problem, What};
-use roof::{Took, median, repetitions, time};
+use roof::{Took, repetitions, time};
 
 /// Problems and durations of the measurement.
 struct Settings {
@@ -63,83 +66,46 @@ struct Settings {
 }
 
 impl Settings {
-    fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
-        let words: Vec<String> = words.collect();
-        let verify = words.iter().any(|word| word == "verify=1");
-        let (dtypes, dims, lens) = if verify {
-            (vec![DType::F32, DType::Bf16, DType::F16], vec![64, 128, 256], vec![4099])
-        } else {
-            (vec![DType::F32, DType::F16], vec![64, 128], vec![4096, 8192, 16384, 32768])
-        };
-        let mut all = Self {
-            device: 0,
-            levels: Vec::new(),
-            query_tiles: Vec::new(),
-            dtypes,
-            dims,
-            lens,
-            heads: if verify { 8 } else { 16 },
-            seconds: 2.0,
-            rounds: 7,
-            roof: 4096,
-            verify,
-            masks: comparison::SHAPES.to_vec(),
-            mistake: 0,
-        };
-        for word in words {
-            let wrong = || {
-                Error::invalid(
-                    "argument",
-                    &word,
-                    "device=, levels=, query_tiles=, dtypes=, dims=, lens=, heads=, seconds=, \
-                     rounds=, roof=, verify=1, masks= or mistake=, and numbers or names",
-                )
-            };
-            let (name, value) = word.split_once('=').ok_or_else(wrong)?;
-            let numbers = || {
-                value
-                    .split(',')
-                    .map(|number| number.parse().map_err(|_| wrong()))
-                    .collect::<Result<Vec<usize>>>()
-            };
-            let number = || value.parse::<usize>().map_err(|_| wrong());
-            match name {
-                "device" => all.device = number()?,
-                "levels" => all.levels = named(value, Level::ALL, Level::name).ok_or_else(wrong)?,
-                "query_tiles" => {
-                    let tiles = named(value, QueryTileSize::ALL, QueryTileSize::name);
-                    all.query_tiles = tiles.ok_or_else(wrong)?;
-                }
-                "dtypes" => {
-                    let dtypes = [DType::F32, DType::Bf16, DType::F16];
-                    all.dtypes = named(value, dtypes, DType::name).ok_or_else(wrong)?;
-                }
-                "masks" => {
-                    let masks = named(value, comparison::SHAPES, |mask| mask);
-                    all.masks = masks.ok_or_else(wrong)?;
-                }
-                "verify" => all.verify = number()? == 1,
-                "mistake" => all.mistake = number()? as u64,
-                "dims" => all.dims = numbers()?,
-                "lens" => all.lens = numbers()?,
-                "heads" => all.heads = number()?,
-                "seconds" => all.seconds = value.parse().map_err(|_| wrong())?,
-                "rounds" => all.rounds = number()?.max(1),
-                "roof" => all.roof = number()?,
-                _ => return Err(wrong()),
-            }
-        }
-        Ok(all)
-    }
-}
+    const NAMES: [&str; 13] = [
+        "device",
+        "levels",
+        "query_tiles",
+        "dtypes",
+        "dims",
+        "lens",
+        "heads",
+        "seconds",
+        "rounds",
+        "roof",
+        "verify",
+        "masks",
+        "mistake",
+    ];
 
-/// Parses a list of names of some of `all`.
-fn named<T: Copy, const N: usize>(
-    list: &str,
-    all: [T; N],
-    name: impl Fn(T) -> &'static str,
-) -> Option<Vec<T>> {
-    list.split(',').map(|word| all.into_iter().find(|&item| name(item) == word)).collect()
+    fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
+        let given = Parameters::parse(words, &Self::NAMES)?;
+        let verify = given.number("verify", 0)? == 1;
+        let (dtypes, dims, lens, heads) = if verify {
+            ("f32,bf16,f16", "64,128,256", "4099", 8)
+        } else {
+            ("f32,f16", "64,128", "4096,8192,16384,32768", 16)
+        };
+        Ok(Self {
+            device: given.number("device", 0)?,
+            levels: given.named("levels", "", Level::ALL, Level::name)?,
+            query_tiles: given.named("query_tiles", "", QueryTileSize::ALL, QueryTileSize::name)?,
+            dtypes: given.dtypes(dtypes)?,
+            dims: given.numbers("dims", dims)?,
+            lens: given.numbers("lens", lens)?,
+            heads: given.number("heads", heads)?,
+            seconds: given.number("seconds", 2.0)?,
+            rounds: given.count("rounds", 7)?,
+            roof: given.number("roof", 4096)?,
+            verify,
+            masks: given.named("masks", &SHAPES.join(","), SHAPES, |mask| mask)?,
+            mistake: given.number("mistake", 0)?,
+        })
+    }
 }
 
 /// Returns the largest size up to `most` whose matrices fit a binding of the device.
@@ -306,7 +272,7 @@ fn verify_all(gpus: &[(Level, Gpu)], settings: &Settings) -> Result<bool> {
                     continue;
                 }
                 let (heads, mistake) = (*heads, *mistake);
-                let problem = comparison::Verification { dtype, len, heads, dim, masks, mistake };
+                let problem = Verification { dtype, len, heads, dim, masks, mistake };
                 all_right &= pass::verify(gpu, &problem)?;
             }
         }

@@ -10,13 +10,15 @@ use annulus::{
         threads,
     },
 };
+use annulus_bench::{
+    comparison::{Results, Verification, have_same_bits},
+    draw, uniform,
+};
 use annulus_core::{BackwardInputs, Error, Gradients, Inputs, Outputs};
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use half::{bf16, f16};
 use ndarray::Array4;
 use serde_json::json;
-
-use crate::comparison::{NAMES, Shape, Verification, are_within, errors, shapes};
 
 /// Sizes, element type and mask.
 #[derive(Debug, Clone, Copy)]
@@ -82,14 +84,10 @@ impl Passes {
         let gpu = *gpus.first().ok_or_else(|| Error::invalid("levels", 0, "at least one"))?;
         let shape = [1, len, heads, dim];
         // random, so that the scores of a row differ
-        let mut state = 1_u64;
+        let mut uniform = uniform(1);
         let mut random = || {
-            let numbers = Array4::from_shape_simple_fn(shape, || {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                ((state >> 40) as f64 / f64::from(1 << 24) - 0.5) * 12_f64.sqrt()
-            });
+            let number = || (uniform() - 0.5) * 12_f64.sqrt();
+            let numbers = Array4::from_shape_simple_fn(shape, number);
             Tensor::upload_rounded(gpu, numbers.view(), dtype)
         };
         let q = random()?;
@@ -155,31 +153,8 @@ impl Passes {
     }
 }
 
-/// Inputs q, k, v and dout with a standard normal distribution, rounded to `dtype`.
-fn draw(dims: Dims, dtype: DType) -> [Array4<f64>; 4] {
-    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
-    let mut state = 1_u64;
-    let mut uniform = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f64 + 0.5) / f64::from(1 << 24)
-    };
-    // Box and Muller 1958
-    let mut normal = || {
-        let (radius, angle) = (uniform(), uniform());
-        dtype.round((-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos())
-    };
-    [
-        (batch, q_len, q_heads, head_dim),
-        (batch, kv_len, kv_heads, head_dim),
-        (batch, kv_len, kv_heads, value_dim),
-        (batch, q_len, q_heads, value_dim),
-    ]
-    .map(|shape| Array4::from_shape_simple_fn(shape, &mut normal))
-}
-
 /// Computes out, lse, dq, dk and dv.
-fn compute<T: Element>(plan: &mut Plan, numbers: &[Array4<f64>; 4]) -> Result<[Vec<f64>; 5]> {
+fn compute<T: Element>(plan: &mut Plan, numbers: &[Array4<f64>; 4]) -> Result<Results> {
     let [q, k, v, dout] = numbers.each_ref().map(|numbers| numbers.mapv(T::from_f64));
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = plan.forward(&tensors)?;
@@ -200,22 +175,20 @@ fn compute_twice<T: Element>(
     attention: &Attention,
     dims: Dims,
     numbers: &[Array4<f64>; 4],
-) -> Result<([Vec<f64>; 5], bool)> {
+) -> Result<(Results, bool)> {
     let attention = attention.clone().dtype(T::DTYPE);
     let (backend, transport) = wgpu_rank(gpu, threads::ring(1).remove(0));
     let mut plan = Plan::with_backend(&attention, dims, backend, transport)?;
     let first = compute::<T>(&mut plan, numbers)?;
     let second = compute::<T>(&mut plan, numbers)?;
-    let bits =
-        |numbers: &[Vec<f64>; 5]| numbers.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let same = bits(&first) == bits(&second);
+    let same = have_same_bits(&first, &second);
     Ok((first, same))
 }
 
 /// Verifies the chosen masks of one element type, length and dim. Prints a line for each; false if
 /// one is wrong.
 pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
-    let &Verification { dtype, len, heads, dim, masks, mistake } = problem;
+    let Verification { dtype, len, dim, .. } = *problem;
     let (run, bound): (fn(&Gpu, &Attention, Dims, &_) -> _, f64) = match dtype {
         DType::F32 => (compute_twice::<f32>, 2e-5),
         DType::Bf16 => (compute_twice::<bf16>, 5e-3),
@@ -223,39 +196,18 @@ pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
         DType::F64 => return Err(Error::unsupported("f64", "wgpu")),
     };
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut all_right = true;
-    let references = shapes(len, heads, dim, mistake);
-    for (shape, reference) in shapes(len, heads, dim, 0).into_iter().zip(references) {
-        let Shape { name, attention, dims } = shape;
-        if !masks.contains(&name) {
-            continue;
-        }
-        let numbers = draw(dims, dtype);
-        let (got, same_bits) = run(gpu, &attention, dims, &numbers)?;
+    let mut line = serde_json::Map::new();
+    line.insert("device".into(), json!(gpu.name()));
+    line.insert("level".into(), json!(gpu.level().name()));
+    line.insert("query_tile".into(), json!(gpu.query_tile().name()));
+    line.insert("dim".into(), json!(dim));
+    line.insert("len".into(), json!(len));
+    problem.run(bound, &line, |shape, reference| {
+        let numbers = draw(shape.dims, dtype);
+        let (got, same_bits) = run(gpu, &shape.attention, shape.dims, &numbers)?;
+        let attention = reference.clone().dtype(DType::F32);
         let transport = threads::ring(1).remove(0);
-        let attention = reference.attention.dtype(DType::F32);
-        let mut plan = Plan::with_backend(&attention, dims, Cpu::new(threads)?, transport)?;
-        let want = compute::<f32>(&mut plan, &numbers)?;
-        let mut right = same_bits;
-        let mut found = serde_json::Map::new();
-        for (index, name) in NAMES.into_iter().enumerate() {
-            let is_lse = name == "lse";
-            let errors = errors(&got[index], &want[index], if is_lse { 1 } else { dim });
-            // lse stays f32: only the order of sums and e^x differ
-            let bound = if is_lse { bound.min(1e-4) } else { bound };
-            right &= are_within(errors, bound);
-            found.insert(name.into(), json!(errors.map(|error| format!("{error:.1e}"))));
-        }
-        all_right &= right;
-        println!(
-            "{}",
-            json!({
-                "what": "verify", "device": gpu.name(), "level": gpu.level().name(),
-                "query_tile": gpu.query_tile().name(),
-                "dtype": dtype.name(), "dim": dim, "len": len, "mask": name,
-                "errors": found, "same_bits": same_bits, "ok": right,
-            })
-        );
-    }
-    Ok(all_right)
+        let mut plan = Plan::with_backend(&attention, shape.dims, Cpu::new(threads)?, transport)?;
+        Ok((got, same_bits, compute::<f32>(&mut plan, &numbers)?))
+    })
 }

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use annulus_bench::cpu_seconds;
 use annulus_core::{Error, Result};
 use annulus_wgpu::{
     Gpu, Stopwatch,
@@ -13,7 +14,6 @@ use annulus_wgpu::{
         ShaderSource,
     },
 };
-use rustix::time::{ClockId, clock_gettime};
 
 /// 64 × 64 elements a workgroup, 4 × 4 an invocation, 16 terms of the sums at a time.
 const WGSL: &str = "
@@ -146,11 +146,6 @@ pub(crate) struct Took {
     pub(crate) clock: &'static str,
 }
 
-fn cpu_seconds() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
-}
-
 /// Returns the number of repetitions that take about `seconds`. The first run compiles the kernels
 /// and is not timed.
 pub(crate) fn repetitions(
@@ -181,17 +176,6 @@ pub(crate) fn time(gpu: &Gpu, times: u32, mut work: impl FnMut() -> Result<()>) 
     let (all, clock) = device.map_or((host, "host"), |device| (device, "device"));
     let each = |all: f64| all / f64::from(times);
     Ok(Took { seconds: each(all.as_secs_f64()), cpu: each(cpu), clock })
-}
-
-/// Returns the median; of an even number, the mean of the middle two.
-pub(crate) fn median(mut of: Vec<f64>) -> f64 {
-    of.sort_by(f64::total_cmp);
-    let middle = of.len() / 2;
-    match of.len() {
-        0 => f64::NAN,
-        len if len % 2 == 1 => of[middle],
-        _ => (of[middle - 1] + of[middle]) / 2.0,
-    }
 }
 
 #[cfg(test)]

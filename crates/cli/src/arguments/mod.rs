@@ -1,6 +1,5 @@
 //! Types of the command line's values, and its errors.
 
-pub(crate) mod documents;
 pub(crate) mod mask;
 pub(crate) mod names;
 #[rustfmt::skip]

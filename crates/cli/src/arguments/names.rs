@@ -97,25 +97,6 @@ pub(crate) fn check_different_files(flags: &[(&str, &Path)]) -> Outcome {
 mod tests {
     use super::*;
 
-    fn text_of(dims: Dims, others: &[(&str, &str)]) -> String {
-        of_flags(dims.validate().unwrap_err(), others).text()
-    }
-
-    #[test]
-    fn library_arguments_are_named_by_their_flags() {
-        let dims = Dims::new(1, 16, 8, 64);
-        assert_eq!(
-            text_of(Dims { q_heads: 3, kv_heads: 2, ..dims }, &[]),
-            "--heads: got 3, want a multiple of --kv-heads (2)"
-        );
-        assert!(text_of(Dims { head_dim: 513, ..dims }, &[]).starts_with("--head-dim: got 513, "));
-        assert!(
-            text_of(Dims { head_dim: 513, ..dims }, &[("head_dim", "--ds")])
-                .starts_with("--ds: got 513, ")
-        );
-        assert!(text_of(Dims { kv_len: 1 << 62, ..dims }, &[]).starts_with("--kv-len: got "));
-    }
-
     #[test]
     fn files_of_flags_are_named_with_the_flag() {
         let error =

@@ -10,6 +10,8 @@ use clap::{
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 
+use crate::failure::{Failure, Outcome};
+
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
 const MOST_PLANNED_RANKS: usize = 1 << 16;
 /// The most ranks in one process, each a thread with buffers of its own.
@@ -277,6 +279,50 @@ fn number(text: &str) -> Option<f64> {
     text.trim().parse().ok()
 }
 
+/// Name of the flag of packed documents.
+pub(crate) const DOCUMENTS: &str = "--documents";
+
+/// Returns the rows of all documents.
+///
+/// # Errors
+/// [`Failure::Usage`] for 2⁶³ rows or more.
+pub(crate) fn rows_of_documents(documents: &[usize]) -> Outcome<usize> {
+    let total = documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
+    let total = total.filter(|&total| i64::try_from(total).is_ok());
+    total.ok_or_else(|| {
+        Failure::usage(DOCUMENTS, "lengths of 2^63 or more together", "shorter documents")
+    })
+}
+
+/// Checks that documents fill both sequences.
+///
+/// # Errors
+/// [`Failure::Usage`] naming the flag and both lengths.
+pub(crate) fn check_documents(documents: &[usize], dims: &Dims) -> Outcome {
+    if documents.is_empty() {
+        return Ok(());
+    }
+    let rows = rows_of_documents(documents)?;
+    for (len, side) in [(dims.q_len, "queries"), (dims.kv_len, "keys")] {
+        if rows != len {
+            let got = format!("lengths of {rows} rows together");
+            return Err(Failure::usage(DOCUMENTS, got, format!("{len}, the number of {side}")));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the batch of the documents: the default one if there are none. [`rows_of_documents`] must have
+/// accepted them.
+pub(crate) fn packed(documents: &[usize]) -> Batch {
+    let starts = std::iter::once(0).chain(documents.iter().scan(0i64, |end, &len| {
+        *end += len as i64;
+        Some(*end)
+    }));
+    let starts = (!documents.is_empty()).then(|| starts.collect::<Vec<_>>());
+    Batch { cum_seqlens_q: starts.clone(), cum_seqlens_k: starts, ..Batch::default() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -292,43 +338,5 @@ mod tests {
             assert!(bad.parse::<WindowSides>().is_err(), "{bad}");
         }
         assert_eq!(WindowSides { left: None, right: Some(2) }.to_string(), "none,2");
-    }
-
-    #[test]
-    fn numbers_out_of_range_are_refused() {
-        assert_eq!(finite("-0.5"), Ok(-0.5));
-        for bad in ["nan", "inf", "x", ""] {
-            assert!(
-                finite(bad).is_err()
-                    && positive(bad).is_err()
-                    && probability(bad).is_err()
-                    && silence(bad).is_err(),
-                "{bad}"
-            );
-        }
-        assert!(positive("0").is_err() && positive("-1").is_err());
-        assert!(probability("1").is_err() && probability("-0.1").is_err());
-        assert_eq!(probability("0"), Ok(0.0));
-        assert_eq!([share("0"), share("1")], [Ok(0.0), Ok(1.0)]);
-        assert!(share("1.01").is_err() && share("-0.01").is_err() && share("nan").is_err());
-        assert!(
-            dim("0").is_err()
-                && dim("513").is_err()
-                && whole("18446744073709551616").is_err()
-                && whole("-1").is_err()
-        );
-        assert_eq!(
-            (dim("512"), whole("0"), whole_u64("18446744073709551615")),
-            (Ok(512), Ok(0), Ok(u64::MAX))
-        );
-        assert!(silence("0.5").is_err() && silence("1e300").is_err());
-        assert_eq!(silence("1"), Ok(Duration::from_secs(1)));
-        assert!(
-            count("0").is_err()
-                && count("-1").is_err()
-                && ranks("129").is_err()
-                && planned_ranks("65537").is_err()
-        );
-        assert_eq!(ranks("7"), Ok(7));
     }
 }

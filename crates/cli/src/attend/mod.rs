@@ -12,13 +12,13 @@ use annulus_core::{Batch, DType, SinkShape};
 use annulus_plan::{Machine, Strategy};
 use clap::Args;
 use half::{bf16, f16};
+use serde::Serialize;
 
 use crate::{
     arguments::{
         mask::{MaskFlags, ScoreFlags},
         names::check_strategy,
         option_flags::{DivisionFlags, OutputFlags, RuntimeFlags},
-        ring::TransportName,
         values::{LayoutName, bias_order, dtype, ranks},
     },
     backend::{BackendChoice, DeviceFlags},
@@ -55,13 +55,12 @@ Examples:
 Under a launcher (mpirun, mpiexec, srun) every process is a rank. It reads its rows of the input
 and writes its rows of the output, which must be on a file system shared by all processes.";
 
-/// Computes attention and its gradients from a safetensors file on a ring of ranks
+/// Flags of an attention from file to file.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES)]
-pub(crate) struct AttendFlags {
+pub(crate) struct FileFlags {
     /// File with query, key, value and the optional tensors (see below)
     #[arg(long, alias = "in", value_name = "FILE")]
-    input: PathBuf,
+    pub(crate) input: PathBuf,
     /// File to write. It appears only when it is complete, and it may be the input
     ///
     /// An existing file is replaced. The new file has its permissions; other hard links keep the
@@ -69,10 +68,7 @@ pub(crate) struct AttendFlags {
     /// target is replaced. Pipes, devices and standard output are refused, because the file is not
     /// written sequentially.
     #[arg(long, alias = "out", value_name = "FILE")]
-    output: PathBuf,
-    /// Also compute the gradients; the input must have dout (`annulus make --backward` writes it)
-    #[arg(long)]
-    backward: bool,
+    pub(crate) output: PathBuf,
     /// Print the summary as one JSON object
     #[arg(long)]
     json: bool,
@@ -83,9 +79,64 @@ pub(crate) struct AttendFlags {
     #[arg(long, value_parser = dtype())]
     dtype: Option<DType>,
     #[command(flatten)]
-    mask: MaskFlags,
+    pub(crate) mask: MaskFlags,
     #[command(flatten)]
-    scores: ScoreFlags,
+    pub(crate) scores: ScoreFlags,
+    #[command(flatten, next_help_heading = "Ring")]
+    pub(crate) device: DeviceFlags,
+    /// Number of ranks, 1 to 128. Default: 1. Under MPI always the number of processes
+    #[arg(long, value_name = "N", value_parser = ranks)]
+    pub(crate) ranks: Option<usize>,
+    #[command(flatten)]
+    pub(crate) runtime: RuntimeFlags,
+}
+
+impl FileFlags {
+    /// Opens the input. Returns it with the shape of its sink logits and the element type to
+    /// compute in.
+    ///
+    /// # Ordering
+    /// Collective over the processes of the job.
+    pub(crate) fn open(&self, job: &mut Job) -> Outcome<(Input, Option<SinkShape>, DType)> {
+        let input = Input::open(&self.input).map_err(Failure::from);
+        let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
+        let sinks = input.sinks(self.scores.sinks).map_err(|error| input.named(error));
+        let sinks = job.agree(sinks)?;
+        let dtype = self.dtype.unwrap_or(input.dtype);
+        Ok((input, sinks, dtype))
+    }
+
+    /// Returns the definition of the attention without a bias.
+    pub(crate) fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
+        self.scores.apply(self.mask.apply(Attention::new()), sinks).dtype(dtype)
+    }
+
+    /// Returns the deadlines: all ranks read their parts of one file before a call, so that a late
+    /// one is lost.
+    pub(crate) fn runtime(&self) -> Runtime {
+        let deadline = self.runtime.deadline;
+        Runtime::new().deadline(deadline).arrival_deadline(deadline)
+    }
+
+    /// Prints a summary as the flags say, once per job; with `print` as text.
+    pub(crate) fn print<S: Serialize>(&self, job: &Job, summary: &S, print: impl FnOnce(&S)) {
+        match (job.is_leader() && !self.quiet, self.json) {
+            (false, _) => {}
+            (true, true) => say!("{}", json_line(summary)),
+            (true, false) => print(summary),
+        }
+    }
+}
+
+/// Computes attention and its gradients from a safetensors file on a ring of ranks
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct AttendFlags {
+    #[command(flatten)]
+    files: FileFlags,
+    /// Also compute the gradients; the input must have dout (`annulus make --backward` writes it)
+    #[arg(long, help_heading = None)]
+    backward: bool,
     /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
     /// Default: after
     #[arg(long, value_parser = bias_order(), requires = "soft_cap",
@@ -93,26 +144,8 @@ pub(crate) struct AttendFlags {
     bias_order: Option<BiasOrder>,
     #[command(flatten)]
     outputs: OutputFlags,
-    #[command(flatten)]
-    ring: RingFlags,
-}
-
-/// Flags of the ring.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Ring")]
-struct RingFlags {
-    #[command(flatten)]
-    device: DeviceFlags,
-    /// Transport between ranks
-    #[arg(long, value_enum, default_value = "auto")]
-    transport: TransportName,
-    /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
-    #[arg(long, value_name = "N", value_parser = ranks)]
-    ranks: Option<usize>,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Ring")]
     division: DivisionFlags,
-    #[command(flatten)]
-    runtime: RuntimeFlags,
     /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing;
     /// `annulus trace merge` joins them
     ///
@@ -122,72 +155,52 @@ struct RingFlags {
     trace: Option<PathBuf>,
 }
 
-impl RingFlags {
-    fn open_backend(&self) -> Outcome<BackendChoice> {
-        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
-    }
-}
-
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
-    let backend = flags.ring.open_backend()?;
-    let mut job = Job::start("attend", flags.ring.transport, flags.ring.runtime.deadline)?;
-    let done = flags.attend(&mut job, backend);
-    job.end(done)
+    let FileFlags { device, runtime, .. } = &flags.files;
+    device.run_job("attend", runtime.deadline, |job, backend| flags.attend(job, backend))
 }
 
 impl AttendFlags {
     fn attend(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
-        let RingFlags { ranks, division, runtime, trace, .. } = &self.ring;
-        job.set_ranks(*ranks, 1)?;
-        let threads = job.threads(runtime.threads)?;
+        let Self { files, division, .. } = self;
+        job.set_ranks(files.ranks, 1)?;
+        let threads = job.threads(files.runtime.threads)?;
         let machine = division.machine.as_deref().map(file::read_machine).transpose();
-        let machine = job.agree(machine.map_err(Failure::from))?;
-        let input = Input::open(&self.input).map_err(Failure::from);
-        let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
-        let dtype = self.dtype.unwrap_or(input.dtype);
+        let machine = job.agree(machine)?;
+        let (input, sinks, dtype) = files.open(job)?;
         job.agree(self.needed_tensors(&input))?;
-        let sinks =
-            input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
-        let sinks = job.agree(sinks)?;
         job.agree(check_strategy(division.strategy, &input.dims, job.ranks()))?;
-        let attention = self.attention(&input, dtype, sinks);
+        let attention = files.attention(dtype, sinks).bias(input.bias);
+        let attention = attention.bias_order(self.bias_order.unwrap_or(BiasOrder::AfterSoftCap));
+        let attention = self.outputs.set_mathematics(attention).forward_only(!self.backward);
         // the whole batch is read for the balanced layout and the strategy auto only
         let layout = division.layout;
         let division = self.division(&input, machine).and_then(|division| {
             layout.apply(division, &attention, input.dims, job.ranks(), || input.coordinates())
         });
-        let division = job.agree(division.map_err(|error| input.named(error).into()))?;
-        // all ranks read their parts of one file before a call, so a late one is lost
-        let deadline = self.ring.runtime.deadline;
-        let runtime = Runtime::new().deadline(deadline).arrival_deadline(deadline);
+        let division = job.agree(division.map_err(|error| input.named(error)))?;
         let run = AttendRun {
-            setup: Setup { attention, division, runtime },
+            setup: Setup { attention, division, runtime: files.runtime() },
             sinks,
             backend,
             threads,
             backward: self.backward,
-            output: &self.output,
-            trace: trace.as_deref(),
+            output: &files.output,
+            trace: self.trace.as_deref(),
             input: &input,
-            quiet: self.quiet,
+            quiet: files.quiet,
         };
         let summary = run.execute(job, dtype)?;
-        if job.is_leader() {
-            match (self.quiet, self.json) {
-                (true, _) => {}
-                (false, true) => say!("{}", json_line(&summary)),
-                (false, false) => summary.print(),
-            }
-        }
+        files.print(job, &summary, AttendSummary::print);
         summary.untraced.map_or(Ok(()), Err)
     }
 
     /// Returns the division, and what auto chooses its strategy by.
     fn division(&self, input: &Input, machine: Option<Machine>) -> annulus_core::Result<Division> {
-        let flags = &self.ring.division;
-        let DivisionFlags { strategy, layout, .. } = *flags;
-        let division = flags.set_division(Division::new()).strategy(strategy).machine(machine);
+        let DivisionFlags { strategy, layout, .. } = self.division;
+        let division =
+            self.division.set_division(Division::new()).strategy(strategy).machine(machine);
         // the balanced layout sets them
         if strategy != Strategy::Auto || layout == LayoutName::Balanced {
             return Ok(division);
@@ -202,7 +215,8 @@ impl AttendFlags {
             let want = format!(
                 "a tensor named {name} (`annulus make {made_by}` writes one), or no {with}"
             );
-            Err(of_file(&self.input, name, format!("no such tensor, with {with}"), want).into())
+            Err(of_file(&self.files.input, name, format!("no such tensor, with {with}"), want)
+                .into())
         };
         if self.backward && !input.has("dout") {
             return needed("dout", "--backward", "--backward");
@@ -226,15 +240,5 @@ impl AttendRun<'_> {
             DType::Bf16 => self.run_as::<bf16>(job),
             DType::F16 => self.run_as::<f16>(job),
         }
-    }
-}
-
-impl AttendFlags {
-    /// Returns the definition of the attention that the flags and the input's tensors describe.
-    fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        let bias_order = self.bias_order.unwrap_or(BiasOrder::AfterSoftCap);
-        let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
-        let attention = self.scores.apply(attention, sinks).bias(input.bias);
-        self.outputs.set_mathematics(attention).forward_only(!self.backward)
     }
 }

@@ -24,12 +24,12 @@ pub(crate) fn open(job: &mut Job, target: &Path, tensors: &[PlannedTensor]) -> O
     job.require_same(Descriptor::new().field_as("output", name, target.display()))?;
     let made =
         if job.is_leader() { OutputFile::create(target, tensors).map(Some) } else { Ok(None) };
-    let made = job.agree(made.map_err(Failure::from))?;
+    let made = job.agree(made)?;
     let mine = made.as_ref().map(OutputFile::temporary_name).unwrap_or_default();
     let names = job.all_gather(mine.as_bytes())?;
     let name = OsStr::from_bytes(names.first().map_or(&[], Vec::as_slice));
     let opened = made.map_or_else(|| OutputFile::join(target, tensors, name), Ok);
-    job.agree(opened.map_err(Failure::from))
+    job.agree(opened)
 }
 
 /// Gives the output file its name once the data of all ranks is on the disk.
@@ -40,9 +40,9 @@ pub(crate) fn finish(job: &mut Job, output: OutputFile) -> Outcome {
     job.run_local_phase([&output], |_, output| output.sync())?;
     if job.is_leader() {
         let finished = output.finish();
-        return job.agree(finished.map_err(Failure::from));
+        return job.agree(finished);
     }
-    job.agree(Ok(()))?;
+    job.agree(Ok::<_, Failure>(()))?;
     output.release();
     Ok(())
 }

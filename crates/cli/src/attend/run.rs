@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     backend::BackendChoice,
-    failure::{Failure, Outcome},
+    failure::Outcome,
     file::{OutputFile, PlannedTensor},
     input::{Input, Share},
     job::Job,
@@ -87,7 +87,7 @@ impl AttendRun<'_> {
         job.require_same(fields)?;
         let start = job.synchronized_now()?;
         let prepared = self.prepare(job.processes());
-        let (spec, tensors) = job.agree(prepared.map_err(Failure::from))?;
+        let (spec, tensors) = job.agree(prepared)?;
         let output = output::open(job, self.output, &tensors)?;
         let traces = self.trace.map(|folder| Traces::create(folder, job)).transpose()?;
 

@@ -11,14 +11,12 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        documents,
         mask::AlignmentName,
         option_flags::{DivisionFlags, PrecisionName},
-        ring::TransportName,
-        values::{WindowSides, count, dim, dtype, ranks, threads},
+        values::{self, WindowSides, count, dim, dtype, ranks, threads},
     },
     backend::{BackendChoice, DeviceFlags},
-    failure::{Failure, Outcome},
+    failure::Outcome,
     file,
     job::{DEFAULT_DEADLINE, Job},
 };
@@ -109,9 +107,6 @@ pub(crate) struct BenchFlags {
     threads: usize,
     #[command(flatten)]
     device: DeviceFlags,
-    /// Transport between ranks
-    #[arg(long, value_enum, default_value = "auto")]
-    transport: TransportName,
     /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
@@ -132,17 +127,14 @@ enum MeasuredPasses {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    let backend = BackendChoice::open(&flags.device, flags.transport, DEFAULT_DEADLINE)?;
-    let mut job = Job::start("bench", flags.transport, DEFAULT_DEADLINE)?;
-    let done = bench(flags, &mut job, &backend);
-    job.end(done)
+    flags.device.run_job("bench", DEFAULT_DEADLINE, |job, backend| bench(flags, job, &backend))
 }
 
 fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
     job.set_ranks(flags.ranks, 1)?;
     job.threads(Some(flags.threads))?;
     let machine = flags.division.machine.as_deref().map(file::read_machine).transpose();
-    let machine: Option<Machine> = job.agree(machine.map_err(Failure::from))?;
+    let machine: Option<Machine> = job.agree(machine)?;
     let machine = machine.as_ref();
     // the processes of a ring must measure the same cases
     let all = format!("{flags:?}");
@@ -151,7 +143,7 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         Fingerprint::new().bytes(all.as_bytes()).finish(),
         "another one",
     ))?;
-    let batch = &documents::batch(&flags.documents);
+    let batch = &values::packed(&flags.documents);
     let lengths = job.agree(flags.lengths())?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
@@ -184,7 +176,7 @@ impl BenchFlags {
     /// Flags of arguments that other subcommands set by another flag.
     fn names(&self) -> [(&'static str, &'static str); 4] {
         let [q_len, kv_len] = match (self.q_len, self.kv_len) {
-            _ if !self.documents.is_empty() => [documents::FLAG; 2],
+            _ if !self.documents.is_empty() => [values::DOCUMENTS; 2],
             (None, None) => ["--ns"; 2],
             (None, Some(_)) => ["--kv-len"; 2],
             (Some(_), _) => ["--q-len", "--kv-len"],
@@ -195,7 +187,7 @@ impl BenchFlags {
     /// Returns the numbers of queries and of keys to measure.
     fn lengths(&self) -> Outcome<Vec<[usize; 2]>> {
         if !self.documents.is_empty() {
-            return Ok(vec![[documents::rows(&self.documents)?; 2]]);
+            return Ok(vec![[values::rows_of_documents(&self.documents)?; 2]]);
         }
         Ok(match (self.q_len, self.kv_len) {
             (None, None) => self.ns.iter().map(|&n| [n; 2]).collect(),

@@ -17,7 +17,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     arguments::{
-        ring::{TransportName, cores},
+        ring::cores,
         values::{LayoutName, dtype, ranks, strategy, threads},
     },
     backend::{BackendChoice, DeviceFlags},
@@ -51,9 +51,6 @@ pub(crate) struct CheckFlags {
     folder: PathBuf,
     #[command(flatten)]
     device: DeviceFlags,
-    /// Transport between ranks
-    #[arg(long, value_enum, default_value = "auto")]
-    transport: TransportName,
     /// Ring sizes, each 1 to 128; they may exceed the number of rows. Default: 1,2,3,4,7; under MPI
     /// the number of processes
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = ranks)]
@@ -113,10 +110,7 @@ const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    let backend = BackendChoice::open(&flags.device, flags.transport, DEFAULT_DEADLINE)?;
-    let mut job = Job::start("check", flags.transport, DEFAULT_DEADLINE)?;
-    let done = check(flags, &mut job, &backend);
-    job.end(done)
+    flags.device.run_job("check", DEFAULT_DEADLINE, |job, backend| check(flags, job, &backend))
 }
 
 fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
@@ -124,7 +118,7 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         flags.check_bits(job)?;
         Ok(sizes)
     }))?;
-    let index = job.agree(Index::read(&flags.folder).map_err(Failure::from))?;
+    let index = job.agree(Index::read(&flags.folder))?;
     let rings: Vec<(CheckedRing, String)> = sizes
         .iter()
         .flat_map(|&ranks| flags.layout.iter().map(move |&layout| (ranks, layout)))

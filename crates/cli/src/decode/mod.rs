@@ -1,34 +1,28 @@
 //! `annulus decode`: a prefill, then token by token, over a KV cache that is sharded over ranks.
 
-mod rank;
 mod summary;
 
-use std::{ops::Range, path::PathBuf};
+use std::{ops::Range, time::Instant};
 
-use annulus::{Attention, Cache, CacheShape, Runtime, comm::Descriptor};
-use annulus_core::{DType, Element, Error, LEAF_ROWS, SinkShape, index};
+use annulus::{Cache, CacheShape, Forward, comm::Descriptor};
+use annulus_core::{DType, Element, Error, LEAF_ROWS, Result, Run, Runs, SinkShape, index};
 use clap::Args;
 use half::{bf16, f16};
 
 use crate::{
     arguments::{
-        mask::{MaskFlags, ScoreFlags},
-        option_flags::RuntimeFlags,
         ring::TransportName,
-        values::{count as from_one, dtype, page_rows, ranks, whole},
+        values::{count as from_one, page_rows, whole},
     },
-    attend::output,
-    backend::{BackendChoice, DeviceFlags},
+    attend::{FileFlags, output},
+    backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
-    file::PlannedTensor,
-    input::Input,
+    file::{OutputFile, PlannedTensor, TensorPart},
+    input::{Input, Share},
     job::Job,
     memory, message,
-    report::json_line,
-    stdout::say,
 };
-use rank::{DecodeSteps, decode};
-use summary::{CallSummary, DecodeSummary, TokenSummary};
+use summary::{CallSummary, DecodeFigures, DecodeSummary, TokenSummary};
 
 const EXAMPLES: &str = "Input tensors, by name:
   query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
@@ -53,76 +47,41 @@ have the bits of `attend --reproducible`, and the bytes grow with the pages that
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct DecodeFlags {
-    /// File with query, key and value (see below)
-    #[arg(long, alias = "in", value_name = "FILE")]
-    input: PathBuf,
-    /// File to write. It appears only when it is complete, and it may be the input
-    #[arg(long, alias = "out", value_name = "FILE")]
-    output: PathBuf,
+    #[command(flatten)]
+    files: FileFlags,
     /// First rows, which are appended in chunks; the others are appended one by one. Default: the
     /// rows without queries
-    #[arg(long, value_name = "ROWS", value_parser = whole)]
+    #[arg(long, help_heading = None, value_name = "ROWS", value_parser = whole)]
     prefill: Option<usize>,
     /// Rows of a chunk of the prefill. Default: all
-    #[arg(long, value_name = "ROWS", value_parser = from_one)]
+    #[arg(long, help_heading = None, value_name = "ROWS", value_parser = from_one)]
     prefill_chunk: Option<usize>,
     /// Rows of a page, 1 to 2^32; at most all rows are in one. Default: 64. With --reproducible 256
     /// times a power of two; default: 256
-    #[arg(long, value_name = "ROWS", value_parser = page_rows)]
+    #[arg(long, help_heading = None, value_name = "ROWS", value_parser = page_rows)]
     page_rows: Option<usize>,
-    /// Print the summary as one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Print errors only
-    #[arg(long, short, conflicts_with = "json")]
-    quiet: bool,
-    /// Element type to compute in. Default: that of query
-    #[arg(long, value_parser = dtype())]
-    dtype: Option<DType>,
-    #[command(flatten)]
-    device: DeviceFlags,
-    /// Transport between ranks. Messages are in host memory, so nccl is refused
-    #[arg(long, value_enum, default_value = "auto")]
-    transport: TransportName,
-    /// Ranks of the cache, 1 to 128. Default: 1. Under MPI always the number of processes
-    #[arg(long, value_name = "N", value_parser = ranks)]
-    ranks: Option<usize>,
-    #[command(flatten)]
-    runtime: RuntimeFlags,
-    #[command(flatten)]
-    mask: MaskFlags,
-    #[command(flatten)]
-    scores: ScoreFlags,
 }
 
 /// Runs `annulus decode`.
 pub(crate) fn run(flags: &DecodeFlags) -> Outcome {
     flags.check_page_rows()?;
-    if !flags.mask.documents.is_empty() {
+    let FileFlags { device, mask, runtime, .. } = &flags.files;
+    if !mask.documents.is_empty() {
         let want = "none: a KV cache has one sequence for each batch row";
         return Err(Failure::usage("--documents", "packed documents", want));
     }
-    let backend = flags.open_backend()?;
-    let mut job = Job::start("decode", flags.transport, flags.runtime.deadline)?;
-    let done = flags.decode(&mut job, backend);
-    job.end(done)
+    if device.transport == TransportName::Nccl {
+        let by = "the KV cache, whose messages are in host memory";
+        return Err(Error::unsupported("transport nccl", by).into());
+    }
+    device.run_job("decode", runtime.deadline, |job, backend| flags.decode(job, backend))
 }
 
 impl DecodeFlags {
-    /// Opens the backend.
-    fn open_backend(&self) -> Outcome<BackendChoice> {
-        if self.transport == TransportName::Nccl {
-            let by = "the KV cache, whose messages are in host memory";
-            return Err(Error::unsupported("transport nccl", by).into());
-        }
-        BackendChoice::open(&self.device, self.transport, self.runtime.deadline)
-    }
-
     fn decode(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
-        job.set_ranks(self.ranks, 1)?;
-        let threads = job.threads(self.runtime.threads)?;
-        let input = Input::open(&self.input).map_err(Failure::from);
-        let input = job.agree(input)?;
+        job.set_ranks(self.files.ranks, 1)?;
+        let threads = job.threads(self.files.runtime.threads)?;
+        let (input, sinks, dtype) = self.files.open(job)?;
         job.agree(check_tensors(&input))?;
         let steps = job.agree(self.steps(&input))?;
         let prefill_rows = steps.rows[..steps.prefills].last().map_or(0, |rows| rows.end);
@@ -132,9 +91,6 @@ impl DecodeFlags {
             .field("prefill", prefill_rows as u64)
             .field("prefill_chunk", self.prefill_chunk.unwrap_or(0) as u64);
         job.require_same(fields)?;
-        let sinks = input.sinks(self.scores.sinks);
-        let sinks = job.agree(sinks.map_err(|error| input.named(error).into()))?;
-        let dtype = self.dtype.unwrap_or(input.dtype);
         let decoding = Decoding { flags: self, input: &input, steps, sinks, backend, threads };
         let summary = match dtype {
             DType::F64 => decoding.run::<f64>(job),
@@ -142,13 +98,7 @@ impl DecodeFlags {
             DType::Bf16 => decoding.run::<bf16>(job),
             DType::F16 => decoding.run::<f16>(job),
         }?;
-        if job.is_leader() {
-            match (self.quiet, self.json) {
-                (true, _) => {}
-                (false, true) => say!("{}", json_line(&summary)),
-                (false, false) => summary.print(),
-            }
-        }
+        self.files.print(job, &summary, DecodeSummary::print);
         Ok(())
     }
 
@@ -157,7 +107,7 @@ impl DecodeFlags {
         let (q_len, kv_len) = (input.dims.q_len, input.dims.kv_len);
         let Some(without_queries) = kv_len.checked_sub(q_len) else {
             let want = format!("at most the {kv_len} rows of key");
-            return Err(of_file(&self.input, "query: q_len", q_len, want).into());
+            return Err(of_file(&self.files.input, "query: q_len", q_len, want).into());
         };
         let prefill = self.prefill.unwrap_or(without_queries);
         if !(without_queries..=kv_len).contains(&prefill) {
@@ -176,21 +126,11 @@ impl DecodeFlags {
         })
     }
 
-    fn attention(&self, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        self.scores.apply(self.mask.apply(Attention::new()), sinks).dtype(dtype)
-    }
-
-    fn runtime(&self) -> Runtime {
-        // all ranks read their rows of one file before a call, so a late one is lost
-        let deadline = self.runtime.deadline;
-        Runtime::new().deadline(deadline).arrival_deadline(deadline)
-    }
-
     /// Returns the rows of a page, if they are given. A page that is longer than a cache of `rows`
     /// rows would take memory that no row fills.
     fn page_rows(&self, rows: usize) -> Option<u64> {
         let leaf = index(LEAF_ROWS);
-        let all = if self.scores.reproducible {
+        let all = if self.files.scores.reproducible {
             rows.div_ceil(leaf).next_power_of_two() * leaf
         } else {
             rows.max(1)
@@ -201,7 +141,7 @@ impl DecodeFlags {
     fn check_page_rows(&self) -> Outcome {
         let leaf = index(LEAF_ROWS);
         let is_node = |rows: usize| rows.is_multiple_of(leaf) && (rows / leaf).is_power_of_two();
-        match self.page_rows.filter(|&rows| self.scores.reproducible && !is_node(rows)) {
+        match self.page_rows.filter(|&rows| self.files.scores.reproducible && !is_node(rows)) {
             Some(rows) => {
                 let want = format!("{leaf} times a power of two with --reproducible");
                 Err(Failure::usage("--page-rows", rows, want))
@@ -235,22 +175,22 @@ impl Decoding<'_> {
         let Self { flags, input, steps, backend, .. } = self;
         let dims = input.dims;
         let start = job.synchronized_now()?;
-        let attention = flags.attention(T::DTYPE, self.sinks);
+        let attention = flags.files.attention(T::DTYPE, self.sinks);
         let prepared = attention.spec(dims).map_err(|error| input.named(error));
         let held = memory::Tensors::of(&dims, T::DTYPE, false).shared_by(job.processes());
         let prepared = prepared.and_then(|spec| {
             held.must_fit()?;
             output::planned(&spec, input, false)
         });
-        let tensors = job.agree(prepared.map_err(Failure::from))?;
-        let output = output::open(job, &flags.output, &tensors)?;
+        let tensors = job.agree(prepared)?;
+        let output = output::open(job, &flags.files.output, &tensors)?;
 
         let shape = CacheShape::new(dims.batch, dims.q_heads, dims.head_dim)
             .kv_heads(dims.kv_heads)
             .value_dim(dims.value_dim);
         let page_rows = flags.page_rows(dims.kv_len);
         let shape = page_rows.map_or(shape, |rows| shape.page_rows(rows));
-        let runtime = flags.runtime();
+        let runtime = flags.files.runtime();
         let endpoints = job.endpoints()?;
         let mut caches = job.run_phase(endpoints, |_, endpoint| {
             backend.cache(self.threads, endpoint, &attention, &runtime, shape)
@@ -275,8 +215,90 @@ impl Decoding<'_> {
             tokens: TokenSummary::of(&ranks),
             per_rank: ranks.iter().map(Into::into).collect(),
             seconds: start.elapsed().as_secs_f64(),
-            output: message::path(&flags.output),
+            output: message::path(&flags.files.output),
             output_bytes: tensors.iter().map(PlannedTensor::bytes).sum(),
         })
     }
+}
+
+/// Rows of the calls of a decoding.
+struct DecodeSteps {
+    /// Rows of keys that each call appends.
+    rows: Vec<Range<usize>>,
+    /// Number of calls of the prefill, which come first.
+    prefills: usize,
+    /// Number of first rows that have no queries.
+    without_queries: usize,
+}
+
+impl DecodeSteps {
+    /// Returns the queries of the rows of a call.
+    fn queries(&self, rows: &Range<usize>) -> Runs {
+        let [first, end] =
+            [rows.start, rows.end].map(|row| row.saturating_sub(self.without_queries));
+        Runs::counting(first as i64, (end - first) as u64)
+    }
+}
+
+/// Makes the calls of all steps on an empty cache, and writes their results to `output` if there is
+/// one, on rank 0.
+///
+/// # Ordering
+/// Collective.
+fn decode<T: Element>(
+    cache: &mut Cache,
+    input: &Input,
+    steps: &DecodeSteps,
+    sinks: Option<SinkShape>,
+    output: Option<&OutputFile>,
+) -> Result<DecodeFigures> {
+    let mut figures = DecodeFigures::default();
+    for (number, rows) in steps.rows.iter().enumerate() {
+        let begin = Instant::now();
+        let queries = steps.queries(rows);
+        let share = append::<T>(cache, input, rows, &queries, sinks);
+        let calls =
+            if number < steps.prefills { &mut figures.prefill } else { &mut figures.tokens };
+        // rows without queries are appended without a message
+        if queries.is_empty() {
+            share?;
+            calls.add(begin.elapsed().as_secs_f64(), [0, 0]);
+            continue;
+        }
+        // the other ranks wait for this one's call
+        let share = share.map_err(|error| cache.refuse(error))?;
+        let tensors = share.tensors();
+        let forward: Forward<T> = cache.attend(tensors.q, tensors.softmax_aux)?;
+        let sent = forward.reports.iter().map(|report| report.bytes_sent).sum();
+        let predicted = forward.reports.iter().map(|report| report.bytes_predicted).sum();
+        calls.add(begin.elapsed().as_secs_f64(), [sent, predicted]);
+        if let Some(output) = output {
+            let dense = || Error::internal("results are not dense");
+            let out = forward.out.as_slice().ok_or_else(dense)?;
+            let lse = forward.lse.as_slice().ok_or_else(dense)?;
+            output.write_rows("out", 1, &[TensorPart { rows: &queries, values: out }])?;
+            output.write_rows("lse", 2, &[TensorPart { rows: &queries, values: lse }])?;
+        }
+    }
+    figures.rows = cache.local_len();
+    figures.buffer_bytes = cache.buffer_bytes();
+    Ok(figures)
+}
+
+/// Reads the rows of a step and appends this rank's keys and values.
+fn append<T: Element>(
+    cache: &mut Cache,
+    input: &Input,
+    rows: &Range<usize>,
+    queries: &Runs,
+    sinks: Option<SinkShape>,
+) -> Result<Share<T>> {
+    let mut own = Runs::new();
+    for run in cache.own_rows(rows.len())?.runs() {
+        own.push_run(Run { start: run.start + rows.start as i64, ..*run });
+    }
+    let share = input.share::<T>(sinks, queries, &own)?;
+    let tensors = share.tensors();
+    cache.append_own(rows.len(), tensors.k, tensors.v)?;
+    Ok(share)
 }

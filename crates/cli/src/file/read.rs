@@ -10,7 +10,7 @@ use std::{
 use annulus_core::{Element, Error, Result, Runs, memory};
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::{dtype, open_regular, rows::for_each_range};
+use super::{dtype, for_each_range, open_regular};
 use crate::{
     failure::{io, of_file},
     message,

@@ -8,7 +8,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{dtype, rows::for_each_range, staged::StagedFile};
+use super::{dtype, for_each_range, staged::StagedFile};
 use crate::failure::io;
 
 /// Bytes of one write of adjacent rows of several parts: large enough that the time of the system

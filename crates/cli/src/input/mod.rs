@@ -8,7 +8,7 @@ use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
 use safetensors::tensor::TensorInfo;
 
 use crate::{
-    arguments::documents,
+    arguments::values,
     failure::{Outcome, of_file},
     file::{TensorFile, float, of_floats},
 };
@@ -209,14 +209,14 @@ impl Input {
     /// [`Failure::Usage`] if they do not fill both sequences; an invalid argument if the file has
     /// packed lengths of its own.
     pub(crate) fn packed(self, lengths: &[usize]) -> Outcome<Self> {
-        documents::check(lengths, &self.dims)?;
+        values::check_documents(lengths, &self.dims)?;
         let own = ["cum_seqlens_q", "cum_seqlens_k"].into_iter().find(|name| self.has(name));
         match own {
             Some(name) if !lengths.is_empty() => {
-                let got = format!("it, with {}", documents::FLAG);
+                let got = format!("it, with {}", values::DOCUMENTS);
                 Err(of_file(&self.path, name, got, "packed lengths from one of them").into())
             }
-            _ => Ok(Self { documents: documents::batch(lengths).cum_seqlens_q, ..self }),
+            _ => Ok(Self { documents: values::packed(lengths).cum_seqlens_q, ..self }),
         }
     }
 

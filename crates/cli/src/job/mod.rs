@@ -18,7 +18,7 @@ use annulus_comm::{
     Descriptor,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{Backend, Error, Host, Result, Transport};
+use annulus_core::{Backend, Error, Host, Result as LibraryResult, Transport};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{
@@ -95,7 +95,7 @@ impl Job {
             let number =
                 subcommand.bytes().fold(0u64, |number, letter| number << 8 | u64::from(letter));
             // a process that could not parse its command line reports that in this agreement
-            let same = job.agree(Ok(())).and_then(|()| {
+            let same = job.agree(Ok::<_, Failure>(())).and_then(|()| {
                 job.require_same(Descriptor::new().field_as("subcommand", number, subcommand))
             });
             match same {
@@ -193,7 +193,7 @@ impl Job {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
             let endpoint = world.endpoint();
-            return self.agree(endpoint.map(|endpoint| vec![endpoint]).map_err(Failure::from));
+            return self.agree(endpoint.map(|endpoint| vec![endpoint]));
         }
         Ok(threads::ring(self.ranks)
             .into_iter()
@@ -209,7 +209,7 @@ impl Job {
     #[cfg(feature = "mpi")]
     pub(crate) fn first_ranks(&mut self, count: usize) -> Outcome<Option<FirstRanks>> {
         let part = self.world.as_ref().map_or(Ok(None), |world| world.first_ranks(count));
-        self.agree(part.map_err(Failure::from))
+        self.agree(part)
     }
 
     /// All processes, if the ranks are MPI processes.
@@ -287,7 +287,8 @@ impl Job {
     /// # Errors
     /// The failure of the lowest rank that did not merely repeat another rank's; the loss of a
     /// process.
-    pub(crate) fn agree<T>(&mut self, mine: Outcome<T>) -> Outcome<T> {
+    pub(crate) fn agree<T>(&mut self, mine: Result<T, impl Into<Failure>>) -> Outcome<T> {
+        let mine = mine.map_err(Into::into);
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
             return world.agree(mine);
@@ -319,13 +320,13 @@ impl Job {
     pub(crate) fn run_phase<I: Send, T: Send>(
         &mut self,
         items: impl IntoIterator<Item = I>,
-        work: impl Fn(usize, I) -> Result<T> + Sync,
+        work: impl Fn(usize, I) -> LibraryResult<T> + Sync,
     ) -> Outcome<Vec<T>> {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
             let rank = world.rank();
             // on this thread: below MPI_THREAD_MULTIPLE no other thread may call MPI
-            let done = items.into_iter().map(|item| work(rank, item)).collect::<Result<_>>();
+            let done = items.into_iter().map(|item| work(rank, item)).collect::<LibraryResult<_>>();
             return world.agree(done.map_err(Failure::from));
         }
         Ok(each_rank(items, work)?)
@@ -339,14 +340,15 @@ impl Job {
     pub(crate) fn run_local_phase<I: Send, T: Send>(
         &mut self,
         items: impl IntoIterator<Item = I, IntoIter: Send>,
-        work: impl Fn(usize, I) -> Result<T> + Sync,
+        work: impl Fn(usize, I) -> LibraryResult<T> + Sync,
     ) -> Outcome<Vec<T>> {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
             let rank = world.rank();
             let items = items.into_iter();
-            let done =
-                world.with_heartbeat(|| items.map(|item| work(rank, item)).collect::<Result<_>>());
+            let done = world.with_heartbeat(|| {
+                items.map(|item| work(rank, item)).collect::<LibraryResult<_>>()
+            });
             return world.agree(done.map_err(Failure::from));
         }
         Ok(each_rank(items, work)?)

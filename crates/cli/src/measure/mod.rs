@@ -16,10 +16,7 @@ use clap::Args;
 use half::{bf16, f16};
 
 use crate::{
-    arguments::{
-        ring::TransportName,
-        values::{dim, dtype, ranks, silence, threads},
-    },
+    arguments::values::{dim, dtype, ranks, silence, threads},
     backend::{BackendChoice, DeviceFlags},
     failure::Outcome,
     file::TextDocument,
@@ -59,9 +56,6 @@ pub(crate) struct MeasureFlags {
     ds: Vec<usize>,
     #[command(flatten)]
     device: DeviceFlags,
-    /// Transport between ranks: of host memory, so that nccl is measured as threads or mpi
-    #[arg(long, value_enum, default_value = "auto")]
-    transport: TransportName,
     /// Ranks, 1 to 128. Default: 2. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
@@ -79,10 +73,7 @@ impl MeasureFlags {}
 
 /// Runs `annulus measure`.
 pub(crate) fn run(flags: &MeasureFlags) -> Outcome {
-    let backend = BackendChoice::open(&flags.device, flags.transport, flags.deadline)?;
-    let mut job = Job::start("measure", flags.transport, flags.deadline)?;
-    let done = measure(flags, &mut job, &backend);
-    job.end(done)
+    flags.device.run_job("measure", flags.deadline, |job, backend| measure(flags, job, &backend))
 }
 
 fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
@@ -94,7 +85,7 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
     job.require_same(Descriptor::new().field_as("command line", command_line, "another one"))?;
     let path = flags.out.as_deref().unwrap_or(Path::new("/dev/stdout"));
     let document = job.is_leader().then(|| TextDocument::create(path)).transpose();
-    let document = job.agree(document.map_err(Into::into))?;
+    let document = job.agree(document)?;
 
     let endpoints = job.endpoints()?;
     let links =
@@ -127,11 +118,11 @@ fn measure(flags: &MeasureFlags, job: &mut Job, backend: &BackendChoice) -> Outc
         rates: all_rates,
         memory,
     };
-    job.agree(machine.check().map_err(Into::into))?;
+    job.agree(machine.check())?;
     let written = document.map_or(Ok(()), |document| {
         document.finish(annulus_machine_file::format(&machine).as_bytes())
     });
-    job.agree(written.map_err(Into::into))?;
+    job.agree(written)?;
     if let Some(path) = flags.out.as_ref().filter(|_| job.is_leader()) {
         print(&machine);
         say!("wrote {}", message::path(path));

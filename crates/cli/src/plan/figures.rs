@@ -8,8 +8,7 @@ use serde::Serialize;
 
 use super::{
     PlanFlags,
-    leaves::LeafFigures,
-    program::Program,
+    program::{LeafFigures, Program},
     ring::{
         BetweenNodes, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, PlannedRing, StepFigures, StepSums,
         busy_steps,

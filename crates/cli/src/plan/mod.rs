@@ -2,7 +2,6 @@
 
 mod decode;
 mod figures;
-mod leaves;
 mod picture;
 mod program;
 mod ring;
@@ -23,12 +22,11 @@ use serde::Serialize;
 
 use crate::{
     arguments::{
-        documents,
         mask::MaskFlags,
         names,
         values::{
-            LayoutName, ShapeFlags, count as from_one, dtype, page_rows, planned_ranks, strategy,
-            whole,
+            self, LayoutName, ShapeFlags, count as from_one, dtype, page_rows, planned_ranks,
+            strategy, whole,
         },
     },
     failure::Outcome,
@@ -139,7 +137,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let dims = flags.dims()?;
     let named = |error| names::of_flags(error, &flags.names());
     let spec = flags.spec(dims).map_err(named)?;
-    documents::check(&flags.mask.documents, &dims)?;
+    values::check_documents(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;
     figures::check_rank(flags.rank, flags.ranks).map_err(named)?;
     let machine = flags.machine.as_deref().map(file::read_machine).transpose()?;
@@ -148,7 +146,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
         let figures = flags.token(&spec, machine).map_err(named)?;
         return flags.write(&figures, None, || figures.print());
     }
-    let batch = documents::batch(&flags.mask.documents);
+    let batch = values::packed(&flags.mask.documents);
     let balanced = flags.balanced(&spec, &batch).map_err(named)?;
     if flags.ranks > RingTraffic::MOST_RANKS {
         let one = flags.one_rank(&spec, &batch, balanced).map_err(named)?;
@@ -163,7 +161,7 @@ impl PlanFlags {
         let q_len = match self.q_len {
             Some(len) => len,
             None if self.decode => 1,
-            None => documents::rows(&self.mask.documents)?,
+            None => values::rows_of_documents(&self.mask.documents)?,
         };
         Ok(self.shape.dims(q_len, self.kv_len))
     }
@@ -172,7 +170,7 @@ impl PlanFlags {
     const fn names(&self) -> [(&'static str, &'static str); 5] {
         let [q_len, kv_len] = match self.q_len {
             Some(_) => ["--q-len", "--kv-len"],
-            None => [documents::FLAG; 2],
+            None => [values::DOCUMENTS; 2],
         };
         let [ranks, rank, svg] = [("ranks", "--ranks"), ("rank", "--rank"), ("svg", "--svg")];
         [ranks, rank, svg, ("q_len", q_len), ("kv_len", kv_len)]

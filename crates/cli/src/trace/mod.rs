@@ -18,7 +18,7 @@ use std::{
 };
 
 use annulus::comm::trace::{TraceLog, write_chrome};
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 use clap::{Args, Subcommand};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, value::RawValue};
@@ -130,9 +130,9 @@ impl Traces {
             let files = own
                 .map(|rank| TextDocument::create(&folder.join(rank_file(rank))))
                 .collect::<annulus_core::Result<_>>()?;
-            Ok(Self { files })
+            Ok::<_, Error>(Self { files })
         };
-        job.agree(make().map_err(|error: annulus_core::Error| error.into()))
+        job.agree(make())
     }
 
     /// Writes the records of this process's ranks.

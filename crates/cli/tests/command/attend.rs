@@ -224,8 +224,7 @@ const MAKE_CACHE: &str = "make --output in.st --batch 2 --q-len 300 --heads 4 --
                     --head-dim 16 --value-dim 12 --sinks per-head --sinks-count 2";
 
 fn decode(folder: &Folder, flags: &str) -> Value {
-    let done = folder.succeed(&format!("decode --input in.st --output out.st {flags} --json"));
-    serde_json::from_str(&done.out).unwrap()
+    folder.json(&format!("decode --input in.st --output out.st {flags} --json"))
 }
 
 /// Compares tensors of two files, of the last rows of the first one.

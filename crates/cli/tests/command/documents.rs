@@ -1,7 +1,5 @@
 //! Packed documents on the balanced layout: `plan`, `attend`, `check`, `bench` and `demo`.
 
-use serde_json::Value;
-
 use crate::{
     check::write_cases,
     support::{Folder, Tensors},
@@ -13,18 +11,12 @@ fn documents() -> String {
     lens.map(|len| len.to_string()).collect::<Vec<_>>().join(",")
 }
 
-fn json(folder: &Folder, line: &str) -> Value {
-    serde_json::from_str(&folder.succeed(line).out).unwrap()
-}
-
 #[test]
 fn a_balanced_plan_sends_only_rows_that_are_needed() {
     let folder = Folder::new("documents_plan");
     let documents = documents();
-    let plan = |layout: &str| {
-        let flags = format!("--causal --documents {documents} --ranks 8 --heads 2");
-        json(&folder, &format!("plan {flags} --layout {layout} --json -"))
-    };
+    let flags = format!("--causal --documents {documents} --ranks 8 --heads 2 --layout");
+    let plan = |layout: &str| folder.plan(&format!("{flags} {layout}"));
     let balanced = plan("balanced");
     assert_eq!((&balanced["layout"], &balanced["q_len"]), (&"balanced".into(), &4096.into()));
     assert_eq!((&balanced["documents"], &balanced["redundancy"]), (&23.into(), &1.0.into()));
@@ -55,11 +47,10 @@ fn the_picture_shows_the_documents() {
     // a tile for each of 8 documents on the diagonal, and no other
     let line = "plan --documents 12,12,12,12,12,12,12,12 --ranks 8 --layout balanced --svg p.svg";
     folder.succeed(line);
-    let svg = std::fs::read_to_string(folder.path("p.svg")).unwrap();
+    let svg = folder.text("p.svg");
     assert!(svg.contains("8 documents"), "{svg}");
-    let without = folder.succeed("plan --q-len 96 --ranks 8 --layout contiguous --svg q.svg");
-    assert_eq!(without.code, 0);
-    let all = std::fs::read_to_string(folder.path("q.svg")).unwrap();
+    folder.succeed("plan --q-len 96 --ranks 8 --layout contiguous --svg q.svg");
+    let all = folder.text("q.svg");
     // 96 cells of queries in 524 pixels; each has one run of visible tiles per owner of keys
     let tiles = |svg: &str| svg.matches("height=\"5.46\"").count();
     assert_eq!([tiles(&svg), tiles(&all)], [96, 96 * 8]);
@@ -94,7 +85,7 @@ fn attention_over_documents_of_flags_and_files_is_the_same() {
     close(&attend("ids.st", "o.st", balanced), &attend("ids.st", "o1.st", "--ranks 1"));
 
     let summary = format!("attend --input packed.st --output j.st --causal --json {balanced}");
-    assert_eq!(json(&folder, &summary)["layout"], "balanced");
+    assert_eq!(folder.json(&summary)["layout"], "balanced");
     // whole leaves of 256 rows: two of four ranks have none
     attend("packed.st", "r4.st", &format!("--reproducible {balanced}"));
     attend("packed.st", "r1.st", "--reproducible --ranks 1");
@@ -115,7 +106,7 @@ fn the_strategy_is_chosen_for_the_documents() {
         (format!("{bench} --documents 16,16,16,16"), "ring"),
         (format!("{bench} --ns 64"), "grid:2x2"),
     ] {
-        assert_eq!(json(&folder, &line)["strategy"], want, "{line}");
+        assert_eq!(folder.json(&line)["strategy"], want, "{line}");
     }
 }
 
@@ -160,6 +151,6 @@ fn cases_demo_and_bench_run_on_the_balanced_layout() {
     // more ranks than rows
     assert!(folder.succeed("demo --documents 3,2 --ranks 8").out.contains("verified 5 rows"));
     let bench = "bench --documents 40,24 --heads 1 --ds 8 --causal true --ranks 2 --what fwd";
-    let line = json(&folder, &format!("{bench} --layout balanced"));
+    let line = folder.json(&format!("{bench} --layout balanced"));
     assert_eq!((&line["layout"], &line["q_len"]), (&"balanced".into(), &64.into()));
 }

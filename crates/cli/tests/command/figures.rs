@@ -1,13 +1,12 @@
 //! Figures of `plan`, `bench` and `make`.
 
-use annulus::{Attention, Dims, Division, Layout, LocalRing, Plan, Setup, comm::ring::PassKind};
-use serde_json::Value;
+use annulus::{
+    Attention, DType, Dims, Division, Layout, LocalRing, Plan, Setup, comm::ring::PassKind,
+};
+use annulus_plan::{StrategyTraffic, TrafficOptions};
+use serde_json::{Value, json};
 
 use crate::support::{Folder, Tensors};
-
-fn plan(folder: &Folder, flags: &str) -> Value {
-    serde_json::from_str(&folder.succeed(&format!("plan {flags} --json -")).out).unwrap()
-}
 
 fn share(plan: &Value) -> f64 {
     plan["bytes_sent_total"].as_f64().unwrap() / plan["bytes_full_ring_total"].as_f64().unwrap()
@@ -16,21 +15,21 @@ fn share(plan: &Value) -> f64 {
 #[test]
 fn predicted_bytes_match_the_theory() {
     let folder = Folder::new("plan_bytes");
-    let contiguous = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout contiguous");
+    let contiguous = folder.plan("--causal --q-len 4096 --ranks 8 --layout contiguous");
     assert_eq!(share(&contiguous), 0.5);
     assert_eq!(
         (&contiguous["direction"], contiguous["hops"].as_u64()),
         (&Value::from("relay-up"), Some(7))
     );
-    let zigzag = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout zigzag");
+    let zigzag = folder.plan("--causal --q-len 4096 --ranks 8 --layout zigzag");
     assert_eq!(share(&zigzag), 0.75);
     assert_eq!(zigzag["direction"], "relay-down");
     assert!(zigzag["work_max_over_mean"].as_f64().unwrap() < 1.001);
-    let window = plan(&folder, "--causal --window 511,0 --q-len 4096 --ranks 8");
+    let window = folder.plan("--causal --window 511,0 --q-len 4096 --ranks 8");
     assert_eq!((&window["layout"], window["hops"].as_u64()), (&Value::from("contiguous"), Some(1)));
     // 511 rows across each of 7 boundaries, relative to 7 hops of 4096 rows
     assert_eq!(share(&window), 511.0 / 4096.0);
-    let full = plan(&folder, "--q-len 4096 --ranks 8");
+    let full = folder.plan("--q-len 4096 --ranks 8");
     assert_eq!(share(&full), 1.0);
 }
 
@@ -38,10 +37,10 @@ fn predicted_bytes_match_the_theory() {
 fn rails_send_the_same_bytes_from_each_rank_of_a_node() {
     let folder = Folder::new("plan_rails");
     let flags = "--q-len 4096 --ranks 16 --heads 1";
-    let rails = plan(&folder, &format!("{flags} --node-ranks 4"));
+    let rails = folder.plan(&format!("{flags} --node-ranks 4"));
     assert_eq!((&rails["direction"], rails["hops"].as_u64()), (&Value::from("rails-up"), Some(15)));
     assert_eq!(rails["schedule_checked"], true);
-    let relay = plan(&folder, flags);
+    let relay = folder.plan(flags);
     assert_eq!(relay["direction"], "relay-up");
     assert_eq!(relay.get("between_nodes"), None);
     assert_eq!(rails["bytes_sent_total"], relay["bytes_sent_total"]);
@@ -58,18 +57,18 @@ fn rails_send_the_same_bytes_from_each_rank_of_a_node() {
         "{text}"
     );
     // nodes of different sizes
-    let uneven = plan(&folder, &format!("{flags} --node-ranks 5"));
+    let uneven = folder.plan(&format!("{flags} --node-ranks 5"));
     assert_eq!(uneven["direction"], "relay-up");
     // one rank of thousands of nodes
     let many = "--causal --q-len 67108864 --ranks 65536 --rank 17 --node-ranks 8";
-    assert_eq!(plan(&folder, many)["direction"], "rails-down");
+    assert_eq!(folder.plan(many)["direction"], "rails-down");
 }
 
 #[test]
 fn of_more_ranks_than_are_summed_the_program_of_one_is_shown() {
     let folder = Folder::new("plan_one_rank");
     let ring = "plan --causal --q-len 8192 --ranks";
-    let summed = plan(&folder, "--causal --q-len 8192 --ranks 1024 --rank 17");
+    let summed = folder.plan("--causal --q-len 8192 --ranks 1024 --rank 17");
     let program = |planned: &Value| {
         let sends = |field: &str| -> u64 {
             let steps = planned["program"]["steps"].as_array().unwrap().iter();
@@ -78,7 +77,7 @@ fn of_more_ranks_than_are_summed_the_program_of_one_is_shown() {
         };
         [sends("sends"), sends("sends_gradients")]
     };
-    let one = plan(&folder, "--causal --q-len 8192 --ranks 1025 --rank 17");
+    let one = folder.plan("--causal --q-len 8192 --ranks 1025 --rank 17");
     assert_eq!((&one["layout"], &one["direction"]), (&summed["layout"], &summed["direction"]));
     let [blocks, gradients] = program(&one);
     assert!(blocks > 0 && gradients > 0);
@@ -86,10 +85,10 @@ fn of_more_ranks_than_are_summed_the_program_of_one_is_shown() {
     assert_eq!(one["backward_bytes_sent"], blocks + gradients);
     let rows = [8, 7].map(Value::from);
     assert!(rows.contains(&one["q_rows"]) && rows.contains(&one["kv_rows"]), "{one}");
-    let forward = plan(&folder, "--causal --q-len 8192 --ranks 1025 --rank 17 --forward-only");
+    let forward = folder.plan("--causal --q-len 8192 --ranks 1025 --rank 17 --forward-only");
     assert_eq!(program(&forward), [blocks, 0]);
     assert!(forward["backward_bytes_sent"].is_null());
-    let in_order = plan(&folder, "--causal --q-len 600000 --ranks 1025 --rank 3 --reproducible");
+    let in_order = folder.plan("--causal --q-len 600000 --ranks 1025 --rank 3 --reproducible");
     assert!(!in_order["program"]["query_steps"].as_array().unwrap().is_empty());
     let text = folder.succeed(&format!("{ring} 1025 --rank 17")).out;
     for words in ["025 ranks · zigzag layout", "strategy  ring, relay-", "program of rank 17"] {
@@ -111,16 +110,7 @@ fn of_more_ranks_than_are_summed_the_program_of_one_is_shown() {
 #[test]
 fn a_given_strategy_is_listed_under_its_own_name() {
     let folder = Folder::new("plan_given_strategy");
-    let machine = serde_json::json!({
-        "version": 1,
-        "ranks_per_node": 4,
-        "inside_node": { "latency": 2e-6, "bandwidth": 2e10 },
-        "between_nodes": { "latency": 5e-6, "bandwidth": 1e10 },
-        "node_bandwidth": 2e10,
-        "rates": [{ "dtype": "f32", "head_dim": 64, "forward": 1e12, "backward": 1e12 }],
-        "memory": 1u64 << 40,
-    });
-    std::fs::write(folder.path("machine.json"), machine.to_string()).unwrap();
+    folder.write_machine(1e10, 1e12);
     let on = ["", "--machine machine.json"];
     let names = |planned: &Value| -> Vec<String> {
         let all = planned["strategies"].as_array().unwrap();
@@ -130,7 +120,7 @@ fn a_given_strategy_is_listed_under_its_own_name() {
     for machine in on {
         for given in ["ring", "all-gather", "once-per-node:4", "once-per-node:20", "heads:4"] {
             let flags = format!("--causal --q-len 5120 --ranks 320 {machine} --strategy {given}");
-            let planned = plan(&folder, &flags);
+            let planned = folder.plan(&flags);
             assert_eq!(names(&planned), [given], "{flags}");
             assert_eq!(planned["strategy"], given);
             let of = &planned["strategies"][0];
@@ -140,14 +130,14 @@ fn a_given_strategy_is_listed_under_its_own_name() {
         }
     }
     let many = "--causal --q-len 5120 --ranks 320 --strategy once-per-node --machine machine.json";
-    assert_eq!(names(&plan(&folder, many)), ["once-per-node:4"]);
+    assert_eq!(names(&folder.plan(many)), ["once-per-node:4"]);
     let text = folder.succeed(&format!("plan {many}")).out;
     assert!(text.contains("\n* once-per-node:4 "), "{text}");
     // of few ranks among all, once: also with other nodes than those of the machine
     for machine in on {
         for given in ["ring", "all-gather", "once-per-node:4", "once-per-node:2"] {
             let flags = format!("--causal --q-len 512 --ranks 16 {machine} --strategy {given}");
-            let planned = plan(&folder, &flags);
+            let planned = folder.plan(&flags);
             let names = names(&planned);
             assert_eq!(names.iter().filter(|name| *name == given).count(), 1, "{names:?}");
             assert!(names.len() > 3, "{names:?}");
@@ -164,13 +154,13 @@ fn once_per_node_sends_each_row_once_to_a_node() {
     let folder = Folder::new("plan_once_per_node");
     // 16 ranks on 4 nodes, a full mask: a row crosses three times on rails too
     let flags = "--q-len 4096 --ranks 16 --heads 1 --node-ranks 4";
-    let full = plan(&folder, &format!("{flags} --strategy once-per-node"));
+    let full = folder.plan(&format!("{flags} --strategy once-per-node"));
     assert_eq!(
         (&full["direction"], &full["strategy"]),
         (&"once-per-node".into(), &"once-per-node:4".into())
     );
     assert_eq!(full["schedule_checked"], true);
-    let rails = plan(&folder, flags);
+    let rails = folder.plan(flags);
     let between = |plan: &Value, field: &str| plan["between_nodes"][field].as_u64().unwrap();
     let row = 2 * 64 * 4;
     for figures in [&full, &rails] {
@@ -182,8 +172,8 @@ fn once_per_node_sends_each_row_once_to_a_node() {
     // a window of two nodes' rows on both sides: owners skip the nodes that need nothing
     let window =
         "--q-len 4096 --ranks 16 --heads 1 --node-ranks 4 --window 1100,1100 --layout contiguous";
-    let once = plan(&folder, &format!("{window} --strategy once-per-node"));
-    let direct = plan(&folder, &format!("{window} --strategy all-gather"));
+    let once = folder.plan(&format!("{window} --strategy once-per-node"));
+    let direct = folder.plan(&format!("{window} --strategy all-gather"));
     let [of_once, of_direct] = [&once, &direct].map(|figures| between(figures, "bytes_sent_total"));
     assert!(2 * of_once < of_direct, "{of_once} {of_direct}");
     assert_eq!((&direct["direction"], &direct["redundancy"]), (&"direct".into(), &1.0.into()));
@@ -196,7 +186,7 @@ fn once_per_node_sends_each_row_once_to_a_node() {
     assert!(names.ends_with(&["all-gather", "once-per-node:4"]), "{names:?}");
     // one rank of thousands of nodes
     let many = "--q-len 67108864 --window 1500,1500 --ranks 65536 --rank 17 --node-ranks 8";
-    let many = plan(&folder, &format!("{many} --strategy once-per-node"));
+    let many = folder.plan(&format!("{many} --strategy once-per-node"));
     assert_eq!(many["direction"], "once-per-node");
     folder
         .run("plan --q-len 64 --ranks 4 --strategy once-per-node")
@@ -212,7 +202,7 @@ fn strategies_have_their_published_names_first() {
     let flags = "--q-len 4096 --ranks 8 --kv-heads 2";
     for (name, form) in [("pass-q", "grid:1x8"), ("all-to-all", "heads:8")] {
         for given in [name, form] {
-            let planned = plan(&folder, &format!("{flags} --strategy {given}"));
+            let planned = folder.plan(&format!("{flags} --strategy {given}"));
             assert_eq!(planned["strategy"], name, "{given}");
             let all = planned["strategies"].as_array().unwrap();
             let of_name = all.iter().find(|of| of["name"] == name).unwrap();
@@ -220,7 +210,7 @@ fn strategies_have_their_published_names_first() {
             // every name is one that the flag accepts, and gives the same strategy
             for of in all {
                 let name = of["name"].as_str().unwrap();
-                let again = plan(&folder, &format!("{flags} --strategy {name}"));
+                let again = folder.plan(&format!("{flags} --strategy {name}"));
                 assert_eq!(again["strategy"], name);
             }
             let text = folder.succeed(&format!("plan {flags} --strategy {given}")).out;
@@ -228,7 +218,7 @@ fn strategies_have_their_published_names_first() {
             assert!(text.contains(&format!("\n* {name} ({form}) ")), "{text}");
         }
     }
-    let ring = plan(&folder, flags);
+    let ring = folder.plan(flags);
     assert!(ring["strategies"][0].get("form").is_none());
 }
 
@@ -237,8 +227,8 @@ fn once_per_node_of_documents_keeps_their_balance() {
     let folder = Folder::new("plan_once_per_node_documents");
     let flags = "--causal --documents 5000,1200,300,2600,900,2000,400,388 --ranks 16 --node-ranks 4 \
                  --layout balanced";
-    let direct = plan(&folder, flags);
-    let once = plan(&folder, &format!("{flags} --strategy once-per-node"));
+    let direct = folder.plan(flags);
+    let once = folder.plan(&format!("{flags} --strategy once-per-node"));
     assert_eq!(direct["work_max_over_mean"], once["work_max_over_mean"]);
     let between = |plan: &Value| plan["between_nodes"]["bytes_sent_total"].as_u64().unwrap();
     assert!(between(&once) < between(&direct), "{} {}", between(&once), between(&direct));
@@ -248,7 +238,7 @@ fn once_per_node_of_documents_keeps_their_balance() {
 fn sums_past_64_bits_do_not_saturate() {
     let folder = Folder::new("plan_large_sums");
     let flags = "--q-len 1000000 --ranks 8 --batch 100000000 --heads 1";
-    let figures = plan(&folder, flags);
+    let figures = folder.plan(flags);
     assert_eq!(figures["work_max_over_mean"], 1.0);
     assert_eq!(figures["pairs_total"].as_f64(), Some(1e20));
     // seven hops of 10⁸ · 10⁶ rows of 2 · 64 elements of 4 bytes
@@ -261,8 +251,7 @@ fn sums_past_64_bits_do_not_saturate() {
 #[test]
 fn figures_of_ranks_and_steps_add_up_to_the_totals() {
     let folder = Folder::new("plan_sums");
-    let plan = plan(
-        &folder,
+    let plan = folder.plan(
         "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 \
          --dtype bf16",
     );
@@ -296,12 +285,11 @@ fn figures_of_ranks_and_steps_add_up_to_the_totals() {
 #[test]
 fn plans_of_many_ranks_have_sums_of_steps() {
     let folder = Folder::new("plan_many_ranks");
-    let read = |name: &str| std::fs::read_to_string(folder.path(name)).unwrap();
     folder.succeed(
         "plan --causal --q-len 3000 --ranks 200 --layout zigzag --svg many.svg --json many.json",
     );
-    let svg = read("many.svg");
-    let json = read("many.json");
+    let svg = folder.text("many.svg");
+    let json = folder.text("many.json");
     assert!(
         svg.len() < 3_000_000 && json.len() < 300_000,
         "{} and {} bytes",
@@ -325,17 +313,17 @@ fn plans_of_many_ranks_have_sums_of_steps() {
     folder.succeed(
         "plan --causal --q-len 1000 --ranks 128 --layout contiguous --svg few.svg --json few.json",
     );
-    let few: Value = serde_json::from_str(&read("few.json")).unwrap();
+    let few: Value = serde_json::from_str(&folder.text("few.json")).unwrap();
     assert_eq!(few["schedule_checked"], true);
     assert!(few.get("note").is_none() && few["steps"][5]["ranks"].as_array().unwrap().len() == 128);
-    assert!(!read("few.svg").contains("more than 128 ranks"));
+    assert!(!folder.text("few.svg").contains("more than 128 ranks"));
 }
 
 #[test]
 fn the_program_of_a_rank_sends_the_bytes_of_the_rank() {
     let folder = Folder::new("plan_rank");
     for ranks in [100, 1000] {
-        let plan = plan(&folder, &format!("--causal --q-len 50000 --ranks {ranks} --rank 17"));
+        let plan = folder.plan(&format!("--causal --q-len 50000 --ranks {ranks} --rank 17"));
         let steps = plan["program"]["steps"].as_array().unwrap();
         assert_eq!(steps.len(), ranks);
         let sum = |of: &str| -> u64 {
@@ -360,10 +348,10 @@ fn the_program_of_a_rank_sends_the_bytes_of_the_rank() {
 fn plans_of_more_than_256_ranks_are_summaries() {
     let folder = Folder::new("plan_summary");
     folder.succeed("plan --causal --q-len 40000 --ranks 1000 --svg many.svg --json many.json");
-    let svg = std::fs::read_to_string(folder.path("many.svg")).unwrap();
+    let svg = folder.text("many.svg");
     assert!(svg.len() < 1_000_000 && svg.contains("not drawn for more than 128 ranks"));
     assert!(svg.contains("1 of 4 ranks") && !svg.contains("NaN"));
-    let json = std::fs::read_to_string(folder.path("many.json")).unwrap();
+    let json = folder.text("many.json");
     let many: Value = serde_json::from_str(&json).unwrap();
     assert!(json.len() < 10_000 && many["note"].as_str().unwrap().contains("more than 256 ranks"));
     assert_eq!(many["steps"].as_array().map(Vec::len), Some(0));
@@ -405,10 +393,10 @@ fn pictures_are_drawn_for_rings_of_any_size() {
         let result =
             folder.succeed(&format!("plan {flags} --svg {number}.svg --json {number}.json"));
         assert!(result.out.contains("work"));
-        let svg = std::fs::read_to_string(folder.path(&format!("{number}.svg"))).unwrap();
+        let svg = folder.text(&format!("{number}.svg"));
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{flags}");
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{flags}");
-        let json = std::fs::read_to_string(folder.path(&format!("{number}.json"))).unwrap();
+        let json = folder.text(&format!("{number}.json"));
         assert!(serde_json::from_str::<Value>(&json).is_ok());
     }
     assert_eq!(folder.names().len(), 12);
@@ -428,6 +416,14 @@ fn a_closed_pipe_ends_the_command_silently() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
 }
 
+/// Checks that a line of `bench` has the fields of the other benchmarks.
+pub(crate) fn has_bench_fields(line: &Value) {
+    let fields = "what dtype threads batch heads head_dim n causal ms gflops gflops_cpu";
+    for field in fields.split(' ') {
+        assert!(!line[field].is_null(), "{field} in {line}");
+    }
+}
+
 #[test]
 fn bench_lines_have_the_fields_of_the_other_benchmarks() {
     let folder = Folder::new("bench");
@@ -437,21 +433,7 @@ fn bench_lines_have_the_fields_of_the_other_benchmarks() {
         result.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 8);
     for line in &lines {
-        for field in [
-            "what",
-            "dtype",
-            "threads",
-            "batch",
-            "heads",
-            "head_dim",
-            "n",
-            "causal",
-            "ms",
-            "gflops",
-            "gflops_cpu",
-        ] {
-            assert!(!line[field].is_null(), "{field} in {line}");
-        }
+        has_bench_fields(line);
         assert_eq!((&line["backend"], &line["clock"]), (&Value::from("cpu"), &Value::from("host")));
     }
     assert_eq!(
@@ -462,14 +444,11 @@ fn bench_lines_have_the_fields_of_the_other_benchmarks() {
         (lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()),
         (Some(2.0 * 4096.0), Some(4096.0))
     );
-    let result = folder
-        .succeed("bench --documents 10,20 --causal true --heads 2 --ds 8 --what fwd --ranks 2");
-    assert_eq!(serde_json::from_str::<Value>(&result.out).unwrap()["pairs"], 2.0 * (55.0 + 210.0));
-    let result = folder.succeed(
-        "bench --q-len 1 --kv-len 50 --align bottom-right --causal true --heads 2 --ds 8 \
-         --what fwd",
-    );
-    assert_eq!(serde_json::from_str::<Value>(&result.out).unwrap()["pairs"], 100.0);
+    let bench = "bench --causal true --heads 2 --ds 8 --what fwd";
+    let packed = folder.json(&format!("{bench} --documents 10,20 --ranks 2"));
+    assert_eq!(packed["pairs"], 2.0 * (55.0 + 210.0));
+    let token = folder.json(&format!("{bench} --q-len 1 --kv-len 50 --align bottom-right"));
+    assert_eq!(token["pairs"], 100.0);
 }
 
 #[test]
@@ -508,8 +487,8 @@ fn equal_arguments_of_make_give_equal_files() {
 fn a_reproducible_plan_has_the_memory_of_partial_results() {
     let folder = Folder::new("plan_reproducible");
     let flags = "--causal --q-len 8192 --ranks 8 --layout contiguous --heads 2 --head-dim 16";
-    assert_eq!(plan(&folder, flags)["leaves"], Value::Null);
-    let planned = plan(&folder, &format!("{flags} --reproducible --rank 3"));
+    assert_eq!(folder.plan(flags)["leaves"], Value::Null);
+    let planned = folder.plan(&format!("{flags} --reproducible --rank 3"));
     let leaves = &planned["leaves"];
     assert_eq!((leaves["rows"].as_u64(), leaves["ranks_planned"].as_u64()), (Some(256), Some(8)));
     // 1,024 queries and 2 heads of 16 accumulators, maximum and sum
@@ -544,19 +523,19 @@ fn a_reproducible_plan_has_the_memory_of_partial_results() {
 fn strategies_are_compared_by_bytes() {
     let folder = Folder::new("plan_strategies");
     let flags = "--q-len 4096 --ranks 8 --heads 32 --head-dim 64 --dtype bf16";
-    let auto = plan(&folder, &format!("{flags} --strategy auto"));
+    let auto = folder.plan(&format!("{flags} --strategy auto"));
     assert_eq!(auto["strategy"], "all-to-all");
     let strategies = auto["strategies"].as_array().unwrap();
     let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
     let heads = ["ring", "heads:2", "heads:4", "all-to-all"];
     let grids = ["grid:4x2", "grid:2x2x2", "grid:4x1x2", "grid:2x4", "grid:2x1x4", "pass-q"];
     assert_eq!(names, [&heads[..], &grids, &["all-gather"]].concat());
-    assert_eq!(strategies[2]["grid"], serde_json::json!([4, 2, 1]));
-    assert_eq!(strategies[5]["grid"], serde_json::json!([2, 2, 2]));
+    assert_eq!(strategies[2]["grid"], json!([4, 2, 1]));
+    assert_eq!(strategies[5]["grid"], json!([2, 2, 2]));
     // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, lse, maximum and sum
     assert_eq!(strategies[3]["bytes_max_rank"], 7 * 512 * 4 * (4 * 64 * 2 + 3 * 4));
     for (name, chosen) in names.iter().zip(strategies) {
-        let planned = plan(&folder, &format!("{flags} --strategy {name}"));
+        let planned = folder.plan(&format!("{flags} --strategy {name}"));
         assert_eq!(planned["strategy"], **name);
         assert_eq!(planned["bytes_sent_total"], chosen["bytes_sent_total"]);
         assert_eq!(planned["strategies"], auto["strategies"]);
@@ -569,7 +548,7 @@ fn strategies_are_compared_by_bytes() {
     // what the plans themselves predict, and allocate
     let dims = Dims { q_heads: 4, ..Dims::new(1, 1000, 4, 16).kv_heads(2) };
     let flags = "--causal --q-len 1000 --ranks 8 --heads 4 --kv-heads 2 --head-dim 16";
-    let planned = plan(&folder, &format!("{flags} --strategy ring"));
+    let planned = folder.plan(&format!("{flags} --strategy ring"));
     for of in planned["strategies"].as_array().unwrap() {
         let strategy = of["name"].as_str().unwrap().parse().unwrap();
         let ring = LocalRing::new(
@@ -619,8 +598,7 @@ fn attend_and_bench_print_the_name_of_the_strategy() {
         ("pass-q", "pass-q"),
     ] {
         for line in [attend, &format!("{bench} --causal true")] {
-            let printed = folder.succeed(&format!("{line} --strategy {given}")).out;
-            let printed: Value = serde_json::from_str(&printed).unwrap();
+            let printed = folder.json(&format!("{line} --strategy {given}"));
             assert_eq!(printed["strategy"], want, "{line} --strategy {given}");
         }
     }
@@ -630,12 +608,11 @@ fn attend_and_bench_print_the_name_of_the_strategy() {
 fn attend_divides_heads_and_keys() {
     let folder = Folder::new("attend_strategy");
     folder.succeed("make --output in.safetensors --backward --q-len 90 --heads 4 --kv-heads 2");
-    let run = |strategy: &str| -> Value {
-        let result = folder.succeed(&format!(
+    let run = |strategy: &str| {
+        folder.json(&format!(
             "attend --input in.safetensors --output {strategy}.safetensors --ranks 4 --causal \
              --backward --threads 1 --json --strategy {strategy}"
-        ));
-        serde_json::from_str(&result.out).unwrap()
+        ))
     };
     let [ring, heads, grid, auto] = ["ring", "heads:2", "grid:2x2", "auto"].map(run);
     assert_eq!((&ring["strategy"], &heads["strategy"]), (&"ring".into(), &"heads:2".into()));
@@ -653,9 +630,8 @@ fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
             "plan --q-len 96 --ranks 4 --heads 4 --head-dim 8 --strategy {strategy} --svg p.svg \
              --json p.json"
         ));
-        let read = |name| std::fs::read_to_string(folder.path(name)).unwrap();
-        let figures: Value = serde_json::from_str(&read("p.json")).unwrap();
-        (read("p.svg"), figures)
+        let figures: Value = serde_json::from_str(&folder.text("p.json")).unwrap();
+        (folder.text("p.svg"), figures)
     };
     // 24 rows of q, k and v in one head of 8 elements of 4 bytes to each of 3 ranks, from 4
     // ranks; then out, lse, maximum and sum
@@ -689,7 +665,7 @@ fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
     let of = |strategy: &str| {
         let flags = "plan --q-len 96 --ranks 8 --heads 4 --head-dim 8 --svg p.svg --strategy";
         folder.succeed(&format!("{flags} {strategy}"));
-        std::fs::read_to_string(folder.path("p.svg")).unwrap()
+        folder.text("p.svg")
     };
     let has = |svg: &str, text: &str| svg.contains(&format!(">{text}</text>"));
     // each column has a ring of its own: rank r sends to the rank of its column in the other group
@@ -708,4 +684,97 @@ fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
         assert!(has(&svg, &format!("rank {rank}")), "{rank}: {svg}");
     }
     assert!(has(steps, "→ 6: 3.00 KiB") && has(&svg, "2–3") && has(&svg, "4–7"), "{svg}");
+}
+
+#[test]
+fn the_choice_is_within_a_tenth_of_the_best_forward_pass() {
+    let folder = Folder::new("plan_forward_choice");
+    let options = TrafficOptions::FORWARD;
+    for [heads, kv_heads] in [[32, 32], [64, 8], [8, 1]] {
+        for ranks in [8, 64, 256, 1024] {
+            let len = 64 * ranks;
+            let flags = format!(
+                "--q-len {len} --ranks {ranks} --heads {heads} --kv-heads {kv_heads} --dtype bf16 \
+                 --strategy auto --forward-only"
+            );
+            let planned = folder.plan(&flags);
+            let dims = Dims { q_heads: heads, ..Dims::new(1, len, heads, 64).kv_heads(kv_heads) };
+            let spec = Attention::new().dtype(DType::Bf16).spec(dims).unwrap();
+            let all = StrategyTraffic::of_all(&spec, ranks, &options, &mut || ()).unwrap();
+            let best = all.iter().map(StrategyTraffic::total).min().unwrap() as f64;
+            let ratio = planned["forward"]["sent"].as_f64().unwrap() / best;
+            let name = format!("{flags}: {} {ratio}", planned["strategy"]);
+            assert!((1.0..=1.1).contains(&ratio), "{name}");
+        }
+    }
+}
+
+#[test]
+fn figures_of_a_backward_pass_are_null() {
+    let folder = Folder::new("plan_forward_only");
+    folder.write_machine(1e10, 1e12);
+    let shape = "--causal --q-len 4096 --ranks 8 --machine machine.json --rank 1";
+    for strategy in ["ring", "heads:2", "grid:4x2", "all-gather", "ring --reproducible"] {
+        let flags = format!("{shape} --strategy {strategy}");
+        let both = folder.plan(&flags);
+        let forward = folder.plan(&format!("{flags} --forward-only"));
+        assert_eq!(both["forward"], forward["forward"], "{strategy}");
+        assert!(both["backward"]["sent"].as_u64().unwrap() > 0, "{strategy}");
+        assert!(forward["backward"].is_null(), "{strategy}");
+        let of = |plan: &Value| {
+            let name = plan["strategy"].clone();
+            let all = plan["strategies"].as_array().unwrap().iter();
+            all.clone().find(|of| of["name"] == name).unwrap().clone()
+        };
+        let [of_both, of_forward] = [&both, &forward].map(of);
+        for field in ["backward_bytes_sent_total", "backward_bytes_max_rank"] {
+            assert!(of_forward[field].is_null() && of_both[field].is_u64(), "{strategy} {field}");
+        }
+        assert_eq!(of_both["bytes_sent_total"], of_forward["bytes_sent_total"], "{strategy}");
+        for field in ["memory_max_rank", "time_predicted", "bytes_between_nodes"] {
+            let number = |of: &Value| of[field].as_f64().unwrap();
+            let [all, less] = [number(&of_both), number(&of_forward)];
+            assert!(less > 0.0 && less < all, "{strategy} {field}: {less} {all}");
+        }
+        let ranks = forward["per_rank"].as_array().unwrap();
+        assert!(ranks.iter().all(|rank| rank["backward_bytes_sent"].is_null()), "{strategy}");
+        if strategy.starts_with("grid") {
+            assert_eq!(forward["passes"].as_array().unwrap().len(), 1);
+            assert_eq!(forward["passes"][0], both["passes"][0]);
+        }
+        let program = &forward["program"];
+        assert_eq!(program.get("query_steps"), None, "{strategy}");
+        for step in program["steps"].as_array().unwrap() {
+            assert_eq!(step["sends_gradients"], json!([]), "{strategy}");
+        }
+        if strategy.ends_with("reproducible") {
+            let leaves = &forward["leaves"];
+            assert_eq!(leaves["most_bytes"], both["leaves"]["most_bytes"]);
+            assert!(leaves["most_bytes_with_backward"].is_null());
+            assert!(leaves["most_partial_gradients"].is_null());
+        }
+        let text = folder.succeed(&format!("plan {flags} --forward-only --svg plan.svg")).out;
+        assert!(text.contains(" sent forward, at most "), "{text}");
+        let svg = folder.text("plan.svg");
+        for text in [text, svg] {
+            for word in ["backward", "bwd", "gradient"] {
+                assert!(!text.contains(word), "{strategy} {word}: {text}");
+            }
+        }
+    }
+    let refused = folder.run("plan --decode --kv-len 64 --ranks 2 --forward-only");
+    assert!(refused.code != 0 && refused.err.contains("--forward-only"), "{refused:?}");
+}
+
+#[test]
+fn a_picture_names_the_strategy_of_a_route() {
+    let folder = Folder::new("plan_picture_of_a_route");
+    let picture = |strategy: &str| {
+        let flags = "--causal --q-len 512 --ranks 8 --node-ranks 4 --svg plan.svg";
+        folder.succeed(&format!("plan {flags} --strategy {strategy}"));
+        folder.text("plan.svg")
+    };
+    assert!(picture("all-gather").contains(">all-gather: 7 hops; owners send blocks directly"));
+    assert!(picture("once-per-node").contains(">once-per-node:4: "));
+    assert!(!picture("ring").contains("all-gather"));
 }

@@ -3,15 +3,13 @@
 
 use std::{
     ffi::OsStr,
-    fs::File,
-    os::unix::fs::FileExt,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
 use serde_json::json;
 
-use crate::support::{Folder, RunResult, Tensors};
+use crate::support::{Folder, RunResult};
 
 /// The longest time of a command that is refused at once, on a busy machine.
 const SOON: Duration = Duration::from_secs(60);
@@ -107,7 +105,6 @@ fn a_problem_larger_than_memory_is_refused_at_once() {
 
     // a sparse file of 4 TiB
     let rows = 1u64 << 38;
-    let name = folder.path("sparse.st");
     let bytes = rows * 16;
     let entry = |name: &str, rows: u64, begin: u64, end: u64| {
         format!(
@@ -120,10 +117,7 @@ fn a_problem_larger_than_memory_is_refused_at_once() {
         entry("key", 1, bytes, bytes + 16),
         entry("value", 1, bytes + 16, bytes + 32),
     );
-    let file = File::create(&name).unwrap();
-    file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
-    file.write_all_at(header.as_bytes(), 8).unwrap();
-    file.set_len(8 + header.len() as u64 + bytes + 32).unwrap();
+    folder.write_raw("sparse.st", &header, bytes + 32);
     let result = soon(&folder, "attend --input sparse.st --output spo.st");
     result.failed(1, &["out of memory: a problem of this size needs"]);
     assert_eq!(folder.names(), ["sparse.st"]);
@@ -170,8 +164,7 @@ fn tensors_without_elements_end_at_once() {
             entry("value"),
             entry("dout")
         );
-        let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
-        std::fs::write(folder.path("in.st"), bytes).unwrap();
+        folder.write_raw("in.st", &header, 0);
     };
     let lines = 1u64 << 40;
     let integers = |name: &str, dtype: &str| {
@@ -229,12 +222,6 @@ fn harmless(result: &RunResult) {
     assert!(!result.out.lines().any(|line| line.starts_with("annulus: fake")), "{:?}", result.out);
 }
 
-fn folder(name: &str) -> Folder {
-    let folder = Folder::new(name);
-    Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
-    folder
-}
-
 /// Runs the command with arguments that may have white space.
 fn run<'a>(folder: &Folder, arguments: impl IntoIterator<Item = &'a str>) -> RunResult {
     let mut command = folder.command("");
@@ -244,7 +231,7 @@ fn run<'a>(folder: &Folder, arguments: impl IntoIterator<Item = &'a str>) -> Run
 
 /// Writes a file of query, key and value with 4 rows each, the header text `more` after them, and
 /// `data` more bytes of data.
-fn with_header(folder: &Folder, more: &str, data: usize) {
+fn with_header(folder: &Folder, more: &str, data: u64) {
     let entry = |index: usize| {
         format!(
             r#"{{"dtype":"F32","shape":[1,4,2,4],"data_offsets":[{},{}]}}"#,
@@ -254,16 +241,14 @@ fn with_header(folder: &Folder, more: &str, data: usize) {
     };
     let header =
         format!(r#"{{"query":{},"key":{},"value":{}{more}}}"#, entry(0), entry(1), entry(2));
-    let mut bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
-    bytes.resize(bytes.len() + 384 + data, 0);
-    std::fs::write(folder.path("in.safetensors"), bytes).unwrap();
+    folder.write_raw("in.safetensors", &header, 384 + data);
 }
 
 const ATTEND: [&str; 5] = ["attend", "--input", "in.safetensors", "--output", "out.safetensors"];
 
 #[test]
 fn names_in_a_file_are_escaped() {
-    let folder = folder("message_names");
+    let folder = Folder::with_input("message_names");
     let quoted = serde_json::to_string(EVIL).unwrap();
     // ignored, with a note
     with_header(
@@ -292,7 +277,7 @@ fn names_in_a_file_are_escaped() {
 
 #[test]
 fn messages_are_at_most_a_screen_long() {
-    let folder = folder("message_length");
+    let folder = Folder::with_input("message_length");
     let mut many = String::new();
     for number in 0..300_000 {
         many += &format!(
@@ -335,7 +320,7 @@ fn messages_are_at_most_a_screen_long() {
 
 #[test]
 fn a_malformed_case_is_reported_once() {
-    let folder = folder("message_cases");
+    let folder = Folder::with_input("message_cases");
     for id in [EVIL.to_owned(), "c".repeat(1 << 20)] {
         let case = json!({ "id": id, "file": "in.safetensors" });
         let index = json!({ "format": "annulus-cases-1", "cases": [case] });

@@ -4,32 +4,14 @@ use serde_json::{Value, json};
 
 use crate::support::Folder;
 
-/// Two nodes of four ranks: `between` bytes per second between them, and ranks of `flops` FLOP/s.
-fn machine(between: f64, flops: f64) -> Value {
-    json!({
-        "version": 1,
-        "ranks_per_node": 4,
-        "inside_node": { "latency": 1e-6, "bandwidth": 1e11 },
-        "between_nodes": { "latency": 1e-6, "bandwidth": between },
-        "node_bandwidth": 4.0 * between,
-        "rates": [{ "dtype": "f32", "head_dim": 64, "forward": flops, "backward": flops }],
-        "memory": 1u64 << 40,
-    })
-}
-
 fn write(folder: &Folder, machine: &Value) {
     std::fs::write(folder.path("machine.json"), machine.to_string()).unwrap();
-}
-
-fn plan(folder: &Folder, arguments: &str) -> Value {
-    serde_json::from_str(&folder.succeed(&format!("plan {arguments} --json -")).out).unwrap()
 }
 
 #[test]
 fn wrong_fields_name_the_file_and_the_field() {
     let folder = Folder::new("machine_errors");
-    let good = machine(1e9, 1e12);
-    write(&folder, &good);
+    let good = folder.write_machine(1e9, 1e12);
     let plan = "plan --q-len 64 --ranks 8 --machine machine.json";
     folder.succeed(plan);
     let refused = |machine: &Value, texts: &[&str]| {
@@ -44,23 +26,10 @@ fn wrong_fields_name_the_file_and_the_field() {
             assert!(line.contains(file), "{line}: {text}");
         }
     };
-    let fields = [
-        "/version",
-        "/ranks_per_node",
-        "/inside_node",
-        "/inside_node/latency",
-        "/inside_node/bandwidth",
-        "/between_nodes",
-        "/between_nodes/latency",
-        "/node_bandwidth",
-        "/rates",
-        "/rates/0/dtype",
-        "/rates/0/head_dim",
-        "/rates/0/forward",
-        "/rates/0/backward",
-        "/memory",
-    ];
-    for field in fields {
+    let fields = "/version /ranks_per_node /inside_node /inside_node/latency /inside_node/bandwidth \
+                  /between_nodes /between_nodes/latency /node_bandwidth /rates /rates/0/dtype \
+                  /rates/0/head_dim /rates/0/forward /rates/0/backward /memory";
+    for field in fields.split_whitespace() {
         let (parent, name) = field.rsplit_once('/').unwrap();
         // missing
         let mut changed = good.clone();
@@ -105,12 +74,12 @@ fn wrong_fields_name_the_file_and_the_field() {
 #[test]
 fn plan_predicts_the_strategies_of_documents() {
     let folder = Folder::new("plan_documents_machine");
-    write(&folder, &machine(1e9, 1e11));
+    folder.write_machine(1e9, 1e11);
     let documents = "--causal --documents 512,2048,1000,4632 --ranks 4 --heads 8";
     let mut times = Vec::new();
     for layout in ["contiguous", "balanced"] {
         let flags = format!("{documents} --layout {layout} --machine machine.json");
-        let planned = plan(&folder, &flags);
+        let planned = folder.plan(&flags);
         let strategies = planned["strategies"].as_array().unwrap();
         let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
         let grids = ["grid:2x2", "grid:2x1x2", "pass-q"];
@@ -119,7 +88,7 @@ fn plan_predicts_the_strategies_of_documents() {
             [&["ring", "heads:2", "all-to-all"][..], &grids, &["all-gather"]].concat()
         );
         // the bytes are those of the plan without a machine
-        let bytes = plan(&folder, &format!("{documents} --layout {layout}"));
+        let bytes = folder.plan(&format!("{documents} --layout {layout}"));
         for (of, without) in strategies.iter().zip(bytes["strategies"].as_array().unwrap()) {
             for field in ["name", "bytes_sent_total", "work_max_over_mean", "redundancy"] {
                 assert_eq!(of[field], without[field], "{field}");
@@ -129,7 +98,7 @@ fn plan_predicts_the_strategies_of_documents() {
         let time = |of: &Value| of["time_predicted"].as_f64().unwrap();
         times.push(time(&strategies[0]));
         // the choice is the one with the least time, and has the figures of its line
-        let auto = plan(&folder, &format!("{flags} --strategy auto"));
+        let auto = folder.plan(&format!("{flags} --strategy auto"));
         let least = strategies.iter().map(time).fold(f64::INFINITY, f64::min);
         let near = |of: &&Value| time(of) <= 1.01 * least;
         let least = strategies.iter().find(near).unwrap();
@@ -148,7 +117,7 @@ fn plan_predicts_the_time_of_every_strategy() {
     // 64:8 heads on 8 ranks: the ring sends the fewest bytes
     let flags = "--causal --q-len 8192 --ranks 8 --heads 64 --kv-heads 8 --strategy auto";
     // on the nodes of the machine, whose ring has rails
-    let without = plan(&folder, &format!("{flags} --node-ranks 4"));
+    let without = folder.plan(&format!("{flags} --node-ranks 4"));
     assert_eq!(without["strategy"], "ring");
     let null = ["time_predicted", "exposed_predicted", "bytes_inside_node", "bytes_between_nodes"];
     for of in without["strategies"].as_array().unwrap() {
@@ -157,9 +126,9 @@ fn plan_predicts_the_time_of_every_strategy() {
         }
     }
     for (between, flops, want) in [(1e6, 1e13, "heads:4"), (1e10, 1e11, "ring")] {
-        write(&folder, &machine(between, flops));
+        folder.write_machine(between, flops);
         let flags = format!("{flags} --machine machine.json");
-        let planned = plan(&folder, &flags);
+        let planned = folder.plan(&flags);
         assert_eq!(planned["strategy"], want);
         let all = planned["strategies"].as_array().unwrap();
         let time = |of: &Value| of["time_predicted"].as_f64().unwrap();
@@ -181,7 +150,7 @@ fn plan_predicts_the_time_of_every_strategy() {
         assert!(marked[0].starts_with(&format!("* {want} ")), "{text}");
         assert!(marked[0].contains(" exposed; ") && marked[0].contains("predicted "), "{text}");
     }
-    let mut small = machine(1e6, 1e13);
+    let mut small = folder.write_machine(1e6, 1e13);
     small["memory"] = json!(1);
     write(&folder, &small);
     let text = folder.succeed(&format!("plan {flags} --machine machine.json")).out;
@@ -194,12 +163,12 @@ fn seconds_are_those_of_the_model() {
     let folder = Folder::new("plan_machine_seconds");
     let block_bytes = 512.0 * 128.0 * 4.0;
     let flops = 512.0 * 512.0 * 4.0 * 64.0;
-    let mut machine = machine(block_bytes / 4.0, flops);
+    let mut machine = folder.write_machine(block_bytes / 4.0, flops);
     machine["ranks_per_node"] = json!(1);
     machine["between_nodes"]["latency"] = json!(0.1);
     machine["node_bandwidth"] = json!(1e12);
     write(&folder, &machine);
-    let planned = plan(&folder, "--q-len 1024 --ranks 2 --heads 1 --machine machine.json");
+    let planned = folder.plan("--q-len 1024 --ranks 2 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
     // and a latency before and after each pass
     let agreements = 4.0 * 0.1;
@@ -208,11 +177,11 @@ fn seconds_are_those_of_the_model() {
     let text = folder.succeed("plan --q-len 1024 --ranks 2 --heads 1 --machine machine.json").out;
     assert!(text.contains("* ring ") && text.contains("predicted 15.267 s"), "{text}");
     // a ring of many ranks is predicted, too
-    let planned = plan(&folder, "--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
+    let planned = folder.plan("--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
     assert!(seconds > 511.0 * 0.1, "{seconds}");
     // documents of one rank each send nothing: the agreements alone are exposed
-    let planned = plan(&folder, "--documents 32,32 --ranks 2 --machine machine.json");
+    let planned = folder.plan("--documents 32,32 --ranks 2 --machine machine.json");
     let exposed = planned["strategies"][0]["exposed_predicted"].as_f64().unwrap();
     assert!((exposed - agreements).abs() < 1e-9, "{exposed}");
     let wrong = "plan --q-len 64 --ranks 2 --dtype bf16 --machine machine.json";
@@ -229,10 +198,9 @@ fn attend_and_bench_choose_by_the_machine() {
         format!("bench --what fwd --ns 256 --ds 8 {shape} --causal true --ranks 8 --strategy auto");
     let flags = "--machine machine.json";
     for (between, flops, want) in [(1e6, 1e13, "heads:4"), (1e10, 1e9, "ring")] {
-        write(&folder, &machine(between, flops));
+        folder.write_machine(between, flops);
         for line in [format!("{attend} {flags}"), format!("{bench} --machine machine.json")] {
-            let printed: Value = serde_json::from_str(&folder.succeed(&line).out).unwrap();
-            assert_eq!(printed["strategy"], want, "{line}");
+            assert_eq!(folder.json(&line)["strategy"], want, "{line}");
         }
     }
     std::fs::write(folder.path("machine.json"), "{}").unwrap();
@@ -244,7 +212,7 @@ fn attend_and_bench_choose_by_the_machine() {
 #[test]
 fn a_token_of_a_cache_is_predicted() {
     let folder = Folder::new("plan_token");
-    let mut machine = machine(1e6, 1e30);
+    let mut machine = folder.write_machine(1e6, 1e30);
     machine["ranks_per_node"] = json!(1);
     machine["node_bandwidth"] = json!(1e30);
     machine["between_nodes"]["latency"] = json!(0.25);
@@ -254,12 +222,12 @@ fn a_token_of_a_cache_is_predicted() {
     // 10 pages of 100 rows on 4 ranks, of which rank 0 has 3; a row of 2 KV heads has
     // 2 · 2 · 64 · 4 bytes, a result of 8 heads 8 · 66 · 4
     let token = "--decode --kv-len 1000 --ranks 4 --kv-heads 2 --page-rows 100";
-    let planned = plan(&folder, token);
+    let planned = folder.plan(token);
     assert_eq!(planned["bytes_read_max_rank"], json!(300 * 1024));
     assert_eq!(planned["bytes_sent_rank"], json!(3 * 2112));
     assert_eq!(planned["time_predicted"], Value::Null);
     let token = format!("{token} --machine machine.json");
-    let planned = plan(&folder, &token);
+    let planned = folder.plan(&token);
     let is_near = |field: &str, want: f64| {
         let got = planned[field].as_f64().unwrap();
         assert!((got - want).abs() < 1e-9, "{field}: {got}");
@@ -297,8 +265,7 @@ fn measure_writes_a_machine_that_plan_reads() {
         let count = printed.lines().filter(|printed| printed.starts_with(line)).count();
         assert_eq!(count, 1, "{line}: {printed}");
     }
-    let text = std::fs::read_to_string(folder.path("machine.json")).unwrap();
-    let machine: Value = serde_json::from_str(&text).unwrap();
+    let machine: Value = serde_json::from_str(&folder.text("machine.json")).unwrap();
     assert_eq!((&machine["version"], &machine["ranks_per_node"]), (&json!(1), &json!(2)));
     assert_eq!(
         (&machine["between_nodes"], &machine["node_bandwidth"]),
@@ -327,8 +294,7 @@ fn measure_writes_a_machine_that_plan_reads() {
     let wrong = folder.run(&flags_of_plan.replace("--ranks 2", "--ranks 4"));
     wrong.failed(2, &["--machine", "no link between_nodes"]);
     // to standard output, and of one rank, which has no link
-    let printed = folder.succeed("measure --ranks 1 --threads 1 --ds 4").out;
-    let machine: Value = serde_json::from_str(&printed).unwrap();
+    let machine = folder.json("measure --ranks 1 --threads 1 --ds 4");
     assert_eq!((&machine["ranks_per_node"], &machine["inside_node"]), (&json!(1), &Value::Null));
     folder.run(&format!("{flags} --out none/machine.json")).failed(1, &["--out none/machine.json"]);
     assert_eq!(folder.names(), ["machine.json"]);

@@ -20,12 +20,6 @@ use crate::support::{Folder, RunResult, Tensors};
 
 const ATTEND: &str = "attend --input in.safetensors --output";
 
-fn folder(name: &str) -> Folder {
-    let folder = Folder::new(name);
-    Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
-    folder
-}
-
 /// Runs a shell command line in which `$annulus` is the command.
 fn shell(folder: &Folder, line: &str) -> RunResult {
     let mut shell = folder.program("sh");
@@ -43,7 +37,7 @@ fn pipe(path: &Path) {
 
 #[test]
 fn a_replaced_file_keeps_its_mode_and_a_new_one_obeys_the_umask() {
-    let folder = folder("output_mode");
+    let folder = Folder::with_input("output_mode");
     let out = folder.path("out.safetensors");
     for wanted in [0o600, 0o755] {
         std::fs::write(&out, "old").unwrap();
@@ -113,7 +107,7 @@ fn an_output_without_write_permission_is_refused_at_once() {
 
 #[test]
 fn outputs_may_have_names_of_the_maximum_length() {
-    let folder = folder("output_names");
+    let folder = Folder::with_input("output_names");
     for name in ["x".repeat(255), "ß".repeat(127)] {
         for replaced in [false, true] {
             folder.succeed(&format!("{ATTEND} {name}"));
@@ -130,7 +124,7 @@ fn outputs_may_have_names_of_the_maximum_length() {
 
 #[test]
 fn symbolic_links_are_kept_and_those_to_nothing_refused() {
-    let folder = folder("output_links");
+    let folder = Folder::with_input("output_links");
     std::fs::write(folder.path("target.safetensors"), "old").unwrap();
     symlink("target.safetensors", folder.path("b")).unwrap();
     symlink("b", folder.path("a")).unwrap();
@@ -149,25 +143,24 @@ fn symbolic_links_are_kept_and_those_to_nothing_refused() {
 
 #[test]
 fn standard_output_is_appended_to_and_not_replaced() {
-    let folder = folder("output_stdout");
+    let folder = Folder::with_input("output_stdout");
     for path in ["/dev/stdout", "-"] {
         let line = format!(
             "(echo line1; $annulus plan --q-len 100 --ranks 2 --json {path}; echo line2) > log.txt"
         );
         assert_eq!(shell(&folder, &line).code, 0, "{path}");
-        let log = std::fs::read_to_string(folder.path("log.txt")).unwrap();
+        let log = folder.text("log.txt");
         let json = log
             .strip_prefix("line1\n")
             .and_then(|log| log.strip_suffix("line2\n"))
             .unwrap_or_else(|| panic!("{path}: {log}"));
-        assert!(serde_json::from_str::<serde_json::Value>(json).is_ok(), "{path}: {json}");
+        assert!(serde_json::from_str::<Value>(json).is_ok(), "{path}: {json}");
     }
     let result = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --svg /dev/stdout");
     assert!(result.out.starts_with("<svg ") && result.out.ends_with("</svg>\n"), "{result:?}");
     let result = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --json /dev/stderr");
     assert!(
-        serde_json::from_str::<serde_json::Value>(&result.err).is_ok()
-            && result.out.contains("work"),
+        serde_json::from_str::<Value>(&result.err).is_ok() && result.out.contains("work"),
         "{result:?}"
     );
 
@@ -186,7 +179,7 @@ fn standard_output_is_appended_to_and_not_replaced() {
 
 #[test]
 fn pipes_and_devices_accept_text_outputs_only() {
-    let folder = folder("output_pipes");
+    let folder = Folder::with_input("output_pipes");
     pipe(&folder.path("pipe"));
     let read = |mut from: File| {
         std::thread::spawn(move || {
@@ -208,7 +201,7 @@ fn pipes_and_devices_accept_text_outputs_only() {
         &folder,
         "$annulus plan --q-len 100 --ranks 2 --json /dev/fd/3 3>&1 >/dev/null | cat",
     );
-    assert!(serde_json::from_str::<serde_json::Value>(&result.out).is_ok(), "{result:?}");
+    assert!(serde_json::from_str::<Value>(&result.out).is_ok(), "{result:?}");
     for target in ["pipe", "/dev/null", "/dev/full"] {
         folder
             .run(&format!("{ATTEND} {target}"))
@@ -225,7 +218,7 @@ fn pipes_and_devices_accept_text_outputs_only() {
 
 #[test]
 fn a_full_or_closed_standard_output_is_an_error() {
-    let folder = folder("output_stdout");
+    let folder = Folder::with_input("output_stdout");
     for arguments in [
         "help attend",
         "completions bash",
@@ -244,7 +237,7 @@ fn a_full_or_closed_standard_output_is_an_error() {
 
 #[test]
 fn exceeding_the_file_size_limit_is_an_error() {
-    let folder = folder("output_limit");
+    let folder = Folder::with_input("output_limit");
     for arguments in [
         "make --output big --q-len 4096",
         "attend --input big.safetensors --output big",
@@ -265,7 +258,7 @@ fn exceeding_the_file_size_limit_is_an_error() {
 
 #[test]
 fn a_trace_folder_that_cannot_be_written_is_refused_at_once() {
-    let folder = folder("output_trace_folder");
+    let folder = Folder::with_input("output_trace_folder");
     // attend would take hours
     folder.zeros("big.safetensors", 1 << 20, 4, 16);
     std::fs::create_dir_all(folder.path("taken/rank-1.json")).unwrap();
@@ -284,7 +277,7 @@ fn a_trace_folder_that_cannot_be_written_is_refused_at_once() {
 
 #[test]
 fn a_trace_that_fails_leaves_the_output_complete() {
-    let folder = folder("output_trace_fails");
+    let folder = Folder::with_input("output_trace_fails");
     folder.succeed(&format!("{ATTEND} first --ranks 4 --trace sizes"));
     let trace = folder.path("sizes/rank-0.json").metadata().unwrap().len();
     let output = folder.path("first").metadata().unwrap().len();
@@ -303,7 +296,7 @@ fn a_trace_that_fails_leaves_the_output_complete() {
 
 #[test]
 fn files_of_a_plan_are_different_ones() {
-    let folder = folder("same_output");
+    let folder = Folder::with_input("same_output");
     symlink("a.json", folder.path("link.json")).unwrap();
     let plan = |flags: &str| folder.run(&format!("plan --q-len 4 --ranks 2 {flags}"));
     plan("--svg a.json --json a.json")
@@ -321,7 +314,7 @@ fn files_of_a_plan_are_different_ones() {
 
 #[test]
 fn control_characters_of_a_path_are_escaped() {
-    let folder = folder("output_escapes");
+    let folder = Folder::with_input("output_escapes");
     let name = "out\u{1b}[2J\n.safetensors";
     let mut command = folder.command("attend --input in.safetensors --output");
     command.arg(OsString::from(name)).stdin(Stdio::null());
@@ -338,7 +331,7 @@ const TRACED: &str =
     "attend --input in.safetensors --output out.safetensors --trace traces --ranks";
 
 fn events(folder: &Folder, name: &str) -> Vec<Value> {
-    let trace: Value = serde_json::from_slice(&std::fs::read(folder.path(name)).unwrap()).unwrap();
+    let trace: Value = serde_json::from_str(&folder.text(name)).unwrap();
     trace["traceEvents"].as_array().unwrap().clone()
 }
 

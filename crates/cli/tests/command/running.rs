@@ -184,32 +184,6 @@ fn start(mut command: Command) -> (Child, std::thread::JoinHandle<String>) {
     (child, reader)
 }
 
-/// Returns every `N/M blocks` that was drawn.
-fn drawn(result: &str) -> Vec<(u64, u64)> {
-    let pair = |before: &str| {
-        let (got, all) = before.rsplit(' ').next()?.split_once('/')?;
-        Some((got.parse().ok()?, all.parse().ok()?))
-    };
-    result.split(" blocks").filter_map(pair).collect()
-}
-
-#[test]
-fn the_bar_never_exceeds_its_total() {
-    let folder = Folder::new("terminal_total");
-    folder.succeed("make --output in.st --q-len 12000 --heads 2 --head-dim 32 --backward");
-    for ranks in [3, 4] {
-        let command = folder.command(&format!(
-            "attend --input in.st --output out.st --ranks {ranks} --layout contiguous --backward"
-        ));
-        let (mut child, reader) = start(command);
-        assert!(child.wait().unwrap().success());
-        let result = reader.join().unwrap();
-        let drawn = drawn(&result);
-        assert!(drawn.iter().any(|(got, _)| *got > 0), "{result:?}");
-        assert!(drawn.iter().all(|(got, all)| got <= all), "{drawn:?}");
-    }
-}
-
 #[test]
 fn an_interrupt_removes_the_bar() {
     let folder = Folder::new("terminal_interrupt");

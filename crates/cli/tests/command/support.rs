@@ -8,6 +8,7 @@ use std::{
 };
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use serde_json::{Value, json};
 
 /// Variables in which launchers pass a rank.
 const LAUNCHERS: [&str; 7] = [
@@ -83,19 +84,10 @@ impl Folder {
         let entry = |index: usize| {
             let offsets = [index * bytes, (index + 1) * bytes];
             let shape = [1, len, heads, dim];
-            serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets })
+            json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets })
         };
-        let header = serde_json::json!({ "query": entry(0), "key": entry(1), "value": entry(2) })
-            .to_string();
-        let start = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
-        let path = self.path(name);
-        std::fs::write(&path, &start).unwrap();
-        std::fs::File::options()
-            .write(true)
-            .open(path)
-            .unwrap()
-            .set_len((start.len() + 3 * bytes) as u64)
-            .unwrap();
+        let header = json!({ "query": entry(0), "key": entry(1), "value": entry(2) });
+        self.write_raw(name, &header.to_string(), 3 * bytes as u64);
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -112,6 +104,53 @@ impl Folder {
         let result = self.run(arguments);
         assert_eq!((result.code, result.err.as_str()), (0, ""), "annulus {arguments}");
         result
+    }
+
+    /// As [`Folder::succeed`], of a command that prints JSON.
+    pub(crate) fn json(&self, arguments: &str) -> Value {
+        serde_json::from_str(&self.succeed(arguments).out).unwrap()
+    }
+
+    /// Returns the JSON document of a plan.
+    pub(crate) fn plan(&self, flags: &str) -> Value {
+        self.json(&format!("plan {flags} --json -"))
+    }
+
+    /// Reads a text file.
+    pub(crate) fn text(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    /// Writes `machine.json`: nodes of four ranks, `between` bytes per second between them, and
+    /// ranks of `flops` FLOP/s.
+    pub(crate) fn write_machine(&self, between: f64, flops: f64) -> Value {
+        let machine = json!({
+            "version": 1,
+            "ranks_per_node": 4,
+            "inside_node": { "latency": 1e-6, "bandwidth": 1e11 },
+            "between_nodes": { "latency": 1e-6, "bandwidth": between },
+            "node_bandwidth": 4.0 * between,
+            "rates": [{ "dtype": "f32", "head_dim": 64, "forward": flops, "backward": flops }],
+            "memory": 1u64 << 40,
+        });
+        std::fs::write(self.path("machine.json"), machine.to_string()).unwrap();
+        machine
+    }
+
+    /// As [`Folder::new`], with an input of four rows.
+    pub(crate) fn with_input(name: &str) -> Self {
+        let folder = Self::new(name);
+        Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
+        folder
+    }
+
+    /// Writes a safetensors file with this header text and `data` bytes of zeros, of which the file
+    /// system stores none.
+    pub(crate) fn write_raw(&self, name: &str, header: &str, data: u64) {
+        let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+        std::fs::write(self.path(name), &bytes).unwrap();
+        let file = std::fs::File::options().write(true).open(self.path(name)).unwrap();
+        file.set_len(bytes.len() as u64 + data).unwrap();
     }
 
     pub(crate) fn command(&self, arguments: &str) -> Command {

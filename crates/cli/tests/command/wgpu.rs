@@ -3,7 +3,10 @@
 
 use serde_json::Value;
 
-use crate::support::{Folder, RunResult, Tensors};
+use crate::{
+    figures::has_bench_fields,
+    support::{Folder, RunResult, Tensors},
+};
 
 /// Variable that forces a level.
 const LEVEL: &str = "ANNULUS_WGPU_LEVEL";
@@ -139,20 +142,7 @@ fn bench_on_wgpu_uses_timestamps_of_the_device() {
         );
         // positive, and far below half a minute at this size
         assert!(line["ms"].as_f64().is_some_and(|ms| ms > 0.0 && ms < 30e3), "{line}");
-        for field in [
-            "what",
-            "dtype",
-            "threads",
-            "batch",
-            "heads",
-            "head_dim",
-            "n",
-            "causal",
-            "gflops",
-            "gflops_cpu",
-        ] {
-            assert!(!line[field].is_null(), "{field} in {line}");
-        }
+        has_bench_fields(&line);
     }
 }
 
@@ -206,11 +196,10 @@ fn doctor_lists_the_chosen_level_and_all_supported_ones() {
 
 #[test]
 fn unsupported_requests_on_wgpu_are_refused() {
-    let folder = Folder::new("wgpu_refusals");
+    let folder = Folder::with_input("wgpu_refusals");
     if has_no_adapter(&folder) {
         return;
     }
-    Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors --backend wgpu";
     run(&folder, &format!("{attend} --dtype f64"), None)
         .failed(1, &["f64", "not supported", "wgpu"]);
