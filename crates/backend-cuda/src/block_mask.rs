@@ -29,7 +29,7 @@ use crate::{
     arguments::{
         AttentionArguments, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
-    key_ranges::{self, RangeLimits},
+    forward_tiles::{self, RangeLimits},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need,
@@ -41,7 +41,7 @@ pub(crate) struct BlockMask {
     by_queries: [u64; 2],
     /// Without [`MaskForm::by_keys`] no kernel reads these.
     by_keys: [u64; 2],
-    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
+    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::forward_tiles`].
     by_ranges: [u64; 2],
     /// Byte offset of the numbers of these lists in the order in which they are computed.
     order: u64,
@@ -171,7 +171,7 @@ impl BlockMask {
         let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
             .map(|list| block_sparse.by_queries().list(list))
             .collect();
-        let ranges = key_ranges::ranges(&by_query_tile, form.limits);
+        let ranges = forward_tiles::ranges(&by_query_tile, form.limits);
         let (by_ranges, order) = if ranges > 1 {
             let RangeLists { starts, runs } = RangeLists::of(by_query_tile, ranges);
             let order = longest_first(&starts, &runs, query_tiles * ranges);
@@ -250,7 +250,7 @@ impl BlockMask {
     /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
     /// Returns the number of ranges per tile, 1 if keys are not divided.
     pub(crate) fn write_ranges_to(&self, arguments: &mut AttentionArguments) -> usize {
-        // at most `key_ranges::MAX_RANGES`
+        // at most `forward_tiles::MAX_RANGES`
         self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
         self.ranges
     }
@@ -343,6 +343,12 @@ pub(crate) fn to_u32(count: usize) -> Result<u32> {
     converted.ok_or_else(|| {
         Error::unsupported(format!("a list of {count} rows or tiles on one rank"), "cuda")
     })
+}
+
+/// Converts the lengths of a tensor.
+pub(crate) fn lengths(shape: [usize; 4]) -> Result<[u32; 4]> {
+    let [batch, rows, heads, dim] = shape.map(to_u32);
+    Ok([batch?, rows?, heads?, dim?])
 }
 
 /// Lists in device memory, the one that was used last at the end.
