@@ -169,15 +169,7 @@ pub(crate) mod tests {
             &Block { rows: &rows, buffer: &block, ready: &ready, first_local: Some(0) },
             &mut *tick,
         )?;
-        let outputs = &mut Outputs {
-            out: &mut out,
-            lse: &mut lse,
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        };
-        pass.finish(outputs, tick)?;
+        pass.finish(&mut Outputs::new(&mut out, &mut lse), tick)?;
         Ok(lse.download::<f32>()?.into_raw_vec_and_offset().0)
     }
 
