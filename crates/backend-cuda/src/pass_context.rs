@@ -41,17 +41,12 @@ impl PassContext {
         shard: &RankShard,
         passes: Passes,
     ) -> Result<Self> {
-        let upload = |bytes: &[u8]| -> Result<CudaBuffer> {
-            let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
-            // SAFETY: the buffer is new and as long as the bytes.
-            unsafe { stream.copy_to_device(buffer.address(), bytes)? };
-            Ok(buffer)
-        };
         let slopes = slopes(&shard.spec)?.map(|slopes| {
             let bytes: Vec<u8> = slopes.iter().flat_map(|slope| slope.to_ne_bytes()).collect();
-            upload(&bytes)
+            CudaBuffer::filled(stream, &bytes)
         });
-        let tile_counter = kernels.warpgroup.as_ref().map(|_| upload(&[0; size_of::<u32>()]));
+        let tile_counter =
+            kernels.warpgroup.as_ref().map(|_| CudaBuffer::filled(stream, &[0; size_of::<u32>()]));
         Ok(Self {
             stream: stream.clone(),
             forward_tiles: ForwardTiles::of(&kernels, shard),

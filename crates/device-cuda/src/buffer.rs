@@ -65,6 +65,17 @@ impl CudaBuffer {
         }
     }
 
+    /// Allocates a buffer of these bytes, which are copied in the order of `stream`.
+    ///
+    /// # Errors
+    /// As [`CudaBuffer::new`].
+    pub fn filled(stream: &Stream, bytes: &[u8]) -> Result<Self> {
+        let buffer = Self::new(stream.device(), bytes.len() as u64)?;
+        // SAFETY: the buffer is new and as long as the bytes.
+        unsafe { stream.copy_to_device(buffer.address(), bytes)? };
+        Ok(buffer)
+    }
+
     /// Device of the memory.
     pub fn device(&self) -> &Device {
         &self.0.device
