@@ -25,7 +25,7 @@ pub(crate) struct BlockMaskAddresses {
     pub(crate) lists: u32,
     pub(crate) per_batch: u32,
     pub(crate) per_head: u32,
-    /// Ranges of keys per tile: see [`crate::key_ranges`].
+    /// Ranges of keys per tile: see [`crate::forward_tiles`].
     pub(crate) splits: u32,
 }
 
@@ -239,6 +239,13 @@ pub(crate) struct StateAddresses {
     pub(crate) ties: u64,
 }
 
+impl RowArguments {
+    /// Number of rows.
+    pub(crate) fn rows(&self) -> u64 {
+        u64::from(self.batches) * u64::from(self.queries) * u64::from(self.q_heads)
+    }
+}
+
 impl AttentionArguments {
     /// Sets the accumulators and softmax statistics that a forward kernel reads and writes.
     pub(crate) const fn set_state(&mut self, state: StateAddresses) {
@@ -257,10 +264,7 @@ pub(crate) fn tensor(view: &CudaView<'_>) -> TensorArgument {
 
 /// As [`tensor`], for outputs.
 pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> TensorArgument {
-    let shape = view.shape();
-    let strides = view.strides();
-    let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
-    TensorArgument { at: view.address(), strides }
+    tensor(&view.view())
 }
 
 /// Permutes the strides of a caller's tensor `[batch, head, row, dim]`, such as lse and bias.

@@ -13,11 +13,10 @@ use annulus_device_cuda::{
 
 use crate::{
     Level,
-    kernels::{BackwardWarpgroupKernels, Kernels, THREADS, WarpgroupKernels},
+    kernels::{Kernels, SourceEdit, THREADS, VariantKernels},
     pass_context::slopes,
-    programs::SourceEdit,
+    state::CudaWorkspace,
     variant::Variant,
-    workspace::CudaWorkspace,
 };
 
 /// Attention backend on one NVIDIA GPU.
@@ -40,15 +39,8 @@ pub struct Cuda {
     min_warpgroup_rows: usize,
     /// `None`: the multiprocessors of the GPU.
     forward_blocks: Option<usize>,
-    cache: Arc<Mutex<KernelCache>>,
-}
-
-/// Kernels compiled so far, shared by the clones of a backend.
-#[derive(Debug, Default)]
-struct KernelCache {
-    kernels: HashMap<Variant, Kernels>,
-    on_warpgroups: HashMap<Variant, WarpgroupKernels>,
-    backward_on_warpgroups: HashMap<Variant, Arc<BackwardWarpgroupKernels>>,
+    /// Kernels loaded so far, shared by the clones of a backend.
+    cache: Arc<Mutex<HashMap<Variant, Arc<VariantKernels>>>>,
 }
 
 impl Cuda {
@@ -124,14 +116,14 @@ impl Cuda {
     /// [`annulus_core::Error::Unsupported`] if the GPU or the compiler does not support the level.
     pub fn at_level(self, level: Level) -> Result<Self> {
         level.check(self.stream.device(), &self.compiler)?;
-        Ok(Self { level, cache: Arc::default(), ..self })
+        Ok(Self { level, ..self })
     }
 
     /// Replaces [`Cuda::MIN_WARPGROUP_ROWS`]. With 0, warpgroups serve any number of queries: for
     /// tests, and to measure where they are faster.
     #[must_use]
     pub fn with_min_warpgroup_rows(self, rows: usize) -> Self {
-        Self { min_warpgroup_rows: rows, cache: Arc::default(), ..self }
+        Self { min_warpgroup_rows: rows, ..self }
     }
 
     /// Sets the most thread blocks of a forward launch on warpgroups. Each computes one tile of
@@ -140,7 +132,7 @@ impl Cuda {
     /// other tile of its multiprocessor; for comparison. Results do not depend on it. 0 is 1.
     #[must_use]
     pub fn with_forward_blocks(self, blocks: usize) -> Self {
-        Self { forward_blocks: Some(blocks.max(1)), cache: Arc::default(), ..self }
+        Self { forward_blocks: Some(blocks.max(1)), ..self }
     }
 
     /// Compiles kernels whose texts a test has changed.
@@ -161,9 +153,7 @@ impl Cuda {
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
-        let on_warpgroups =
-            if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
-        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
+        self.variant(spec, Variant::on_warpgroups)
     }
 
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
@@ -171,12 +161,16 @@ impl Cuda {
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
-        let on_warpgroups = if self.level == Level::Warpgroup {
-            Variant::backward_on_warpgroups(spec)?
-        } else {
-            None
-        };
-        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
+        self.variant(spec, Variant::backward_on_warpgroups)
+    }
+
+    fn variant(
+        &self,
+        spec: &Spec,
+        on_warpgroups: fn(&Spec) -> Result<Option<Variant>>,
+    ) -> Result<Variant> {
+        let found = if self.level == Level::Warpgroup { on_warpgroups(spec)? } else { None };
+        found.map_or_else(|| Variant::of(spec), Ok)
     }
 
     /// Stream of all work. Work of the caller on the same tensors must be issued to it, or be
@@ -194,54 +188,30 @@ impl Cuda {
 
     /// Returns the kernels for a spec, compiling and loading them on first use.
     fn kernels(&self, spec: &Spec) -> Result<Kernels> {
-        let variant = Variant::of(spec)?;
-        let forward = self.forward_variant(spec)?;
-        let backward = self.backward_variant(spec)?;
+        let general = Variant::of(spec)?;
         let device = self.stream.device();
-        let compiler = &self.compiler;
-        let edit = self.edit;
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        let kernels = get_or_make(&mut cache.kernels, variant, || {
-            Kernels::new(device, compiler, variant, self.level, edit)
-        })?;
-        let on_warpgroups = (forward != variant)
-            .then(|| {
-                get_or_make(&mut cache.on_warpgroups, forward, || {
-                    let rows = self.min_warpgroup_rows;
-                    let blocks = self.forward_blocks.unwrap_or(device.multiprocessors());
-                    WarpgroupKernels::new(device, compiler, forward, blocks, rows, edit)
-                })
-            })
-            .transpose()?;
-        let backward_on_warpgroups = (backward != variant)
-            .then(|| {
-                get_or_make(&mut cache.backward_on_warpgroups, backward, || {
-                    let rows = self.min_warpgroup_rows;
-                    BackwardWarpgroupKernels::new(device, compiler, backward, rows, edit)
-                        .map(Arc::new)
-                })
-            })
-            .transpose()?;
+        let mut of = |variant: Variant| -> Result<Arc<VariantKernels>> {
+            if let Some(kernels) = cache.get(&variant) {
+                return Ok(Arc::clone(kernels));
+            }
+            let loaded = VariantKernels::load(device, &self.compiler, variant, self.edit)?;
+            let kernels = Arc::new(loaded);
+            cache.insert(variant, Arc::clone(&kernels));
+            Ok(kernels)
+        };
+        let of_general = of(general)?;
+        let mut on_warpgroups =
+            |variant: Variant| (variant != general).then(|| of(variant)).transpose();
         Ok(Kernels {
-            warpgroup: on_warpgroups,
-            backward_warpgroup: backward_on_warpgroups,
-            ..kernels
+            general: of_general,
+            on_matrices: general.has_matrix() && self.level >= Level::Matrix && spec.normalize,
+            warpgroup: on_warpgroups(self.forward_variant(spec)?)?,
+            backward_warpgroup: on_warpgroups(self.backward_variant(spec)?)?,
+            min_rows: self.min_warpgroup_rows,
+            most_blocks: self.forward_blocks.unwrap_or(device.multiprocessors()),
         })
     }
-}
-
-/// Looks a variant up, or makes and inserts it.
-fn get_or_make<T: Clone>(
-    cache: &mut HashMap<Variant, T>,
-    variant: Variant,
-    make: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    if let Some(kernels) = cache.get(&variant) {
-        return Ok(kernels.clone());
-    }
-    let kernels = make()?;
-    cache.insert(variant, kernels.clone());
-    Ok(kernels)
 }
 
 impl std::fmt::Display for Cuda {
@@ -317,7 +287,7 @@ impl Backend for Cuda {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<CudaWorkspace> {
         let kernels = self.kernels(&shard.spec)?;
-        self.stream.device().set_range_copy(&kernels.copy_ranges, THREADS);
+        self.stream.device().set_range_copy(kernels.general.get("copy_ranges")?, THREADS);
         CudaWorkspace::new(shard, passes, &self.stream, kernels)
     }
 }

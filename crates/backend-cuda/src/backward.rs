@@ -24,9 +24,9 @@ use crate::{
     },
     backward_warpgroup::OnWarpgroups,
     block_mask::BlockMask,
-    finish::{by_line, row_arguments, sinks_of},
-    kernels::{MAX_BLOCKS, MatrixKernels, THREADS},
-    key_ranges::RangeLimits,
+    forward::{by_line, sinks_of},
+    forward_tiles::RangeLimits,
+    kernels::{Kernels, MAX_BLOCKS, VariantKernels},
     pass_context::{PassContext, local_bias},
     records,
     state::BackwardState,
@@ -59,20 +59,14 @@ impl<'p> CudaBackward<'p> {
             ties: rows(&inputs.ties),
             dlse: rows(&inputs.dlse),
             statistics: row_statistics(context, state),
-            ..row_arguments(context)?
+            ..context.row_arguments()?
         };
-        let kernel = &context.kernels.begin_backward;
-        let rows = u64::from(arguments.batches)
-            * u64::from(arguments.queries)
-            * u64::from(arguments.q_heads);
-        // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-        // work.
-        unsafe {
-            kernel.launch(&context.stream, grid_of_products(rows), THREADS, &arguments)?;
-        }
-        for zeroed in [Some(&state.dq), state.dbias.as_ref()].into_iter().flatten() {
-            context.fill(zeroed, 0.0)?;
-        }
+        // about as many rows a block as its threads load at once, 64 of 128 dims in 16 bits
+        let grid = [arguments.rows().div_ceil(64).min(MAX_BLOCKS), 1, 1];
+        // SAFETY: the engine has validated the shape of every tensor.
+        unsafe { context.launch("begin_backward", grid, &arguments)? };
+        context.fill(&state.dq, 0.0)?;
+        context.fill(&state.dbias, 0.0)?;
         Ok(Self { context, state, inputs, in_place: false })
     }
 
@@ -87,7 +81,7 @@ impl<'p> CudaBackward<'p> {
             v,
             statistics: row_statistics(context, state),
             dq: state.dq.address(),
-            dbias: state.dbias.as_ref().map_or(0, CudaBuffer::address),
+            dbias: state.dbias.address(),
             ..context.common_arguments(&inputs.forward)?
         })
     }
@@ -107,6 +101,17 @@ impl<'p> CudaBackward<'p> {
             v: tensor(&inputs.forward.v),
             ..context.common_arguments(&inputs.forward)?
         })
+    }
+
+    /// Prepares kernels on warpgroups, if given, for the queries of `arguments`.
+    fn on_warpgroups(
+        &mut self,
+        kernels: Option<Arc<VariantKernels>>,
+        arguments: &AttentionArguments,
+    ) -> Result<Option<OnWarpgroups>> {
+        let statistics = &mut self.state.statistics_tiles;
+        let on = |kernels| OnWarpgroups::new(self.context, kernels, arguments, statistics);
+        kernels.map(on).transpose()
     }
 }
 
@@ -138,42 +143,44 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         if tick().is_break() {
             return self.context.stream.record();
         }
-        let tile = self.context.kernels.variant.tile();
-        let queries_tile = dq_tile(self.context);
-        let mut arguments = self.kv_arguments(kv)?;
-        let warpgroups = self.context.kernels.backward_warpgroup_for(self.context.queries());
+        let Self { context, .. } = self;
+        let tile = context.kernels.general.variant.tile();
+        let warpgroups = context.kernels.backward_warpgroup_for(context.queries());
         // masks are uploaded before the stream waits for the block
-        let own_tile = warpgroups.as_ref().map_or(queries_tile, |kernels| kernels.variant.tile());
-        let block_mask = self.context.mask_of_keys(kv.rows, own_tile, RangeLimits::NONE)?;
+        let own_tile = match &warpgroups {
+            Some(kernels) => kernels.variant.tile(),
+            None if context.kernels.on_matrices => {
+                context.kernels.general.variant.queries_matrix_tile()
+            }
+            None => tile,
+        };
+        let block_mask = context.mask_of_keys(kv.rows, own_tile, RangeLimits::NONE)?;
+        let mut arguments = self.kv_arguments(kv)?;
         block_mask.write_to(&mut arguments, false);
         let keys_on_warpgroups =
             warpgroups.is_some() && OnWarpgroups::can_stream_queries(&arguments);
-        let general_mask = if !keys_on_warpgroups || self.state.dbias.is_some() {
+        let has_bias = self.context.spec().bias.is_some();
+        let general_mask = if !keys_on_warpgroups || has_bias {
             self.context.mask_of_keys(kv.rows, tile, RangeLimits::NONE)?
         } else {
             Arc::clone(&block_mask)
         };
         self.context.wait_for(kv)?;
-        let warpgroups = warpgroups
-            .map(|kernels| {
-                let statistics = &mut self.state.statistics_tiles;
-                OnWarpgroups::new(self.context, kernels, &arguments, statistics)
-            })
-            .transpose()?;
+        let warpgroups = self.on_warpgroups(warpgroups, &arguments)?;
+        let Self { context, .. } = self;
         if !block_mask.is_empty() {
-            let on = warpgroups.as_ref();
-            launch_dq(self.context, &mut arguments, &block_mask, on)?;
-            launch_dbias(self.context, &mut arguments, &general_mask)?;
+            launch_dq(context, &mut arguments, &block_mask, warpgroups.as_ref())?;
+            launch_dbias(context, &mut arguments, &general_mask)?;
         }
         let Some(dkv) = dkv.filter(|_| tick().is_continue()) else {
-            return self.context.record_use(&[kv.buffer]);
+            return context.record_use(&[kv.buffer]);
         };
-        dkv.wait_on(&self.context.stream)?;
+        dkv.wait_on(&context.stream)?;
         // without local queries the kernel still writes zeros
         let on = warpgroups.as_ref().filter(|_| keys_on_warpgroups);
         let block_mask = if on.is_some() { &block_mask } else { &general_mask };
-        launch_dkv(self.context, &mut arguments, block_mask, dkv, on)?;
-        self.context.record_use(&[kv.buffer, dkv])
+        launch_dkv(context, &mut arguments, block_mask, dkv, on)?;
+        context.record_use(&[kv.buffer, dkv])
     }
 
     fn attend_queries(
@@ -185,10 +192,10 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         if tick().is_break() {
             return Ok(());
         }
-        let warpgroups = self.context.kernels.backward_warpgroup_for(queries.rows.len());
-        let variant =
-            warpgroups.as_ref().map_or(self.context.kernels.variant, |kernels| kernels.variant);
-        let block_mask = self.context.mask_of_queries(queries.rows, variant.tile())?;
+        let kernels = &self.context.kernels;
+        let warpgroups = kernels.backward_warpgroup_for(queries.rows.len());
+        let tile = warpgroups.as_ref().unwrap_or(&kernels.general).variant.tile();
+        let block_mask = self.context.mask_of_queries(queries.rows, tile)?;
         if block_mask.is_empty() {
             return Ok(());
         }
@@ -196,14 +203,8 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         let mut arguments = self.query_arguments(queries)?;
         arguments.flags |= ADD;
         block_mask.write_to(&mut arguments, true);
-        let warpgroups = warpgroups
-            .map(|kernels| {
-                let statistics = &mut self.state.statistics_tiles;
-                OnWarpgroups::new(self.context, kernels, &arguments, statistics)
-            })
-            .transpose()?;
-        let on = warpgroups.as_ref();
-        launch_dkv(self.context, &mut arguments, &block_mask, dkv, on)?;
+        let on = self.on_warpgroups(warpgroups, &arguments)?;
+        launch_dkv(self.context, &mut arguments, &block_mask, dkv, on.as_ref())?;
         self.context.record_use(&[queries.buffer, dkv]).map(|_| ())
     }
 
@@ -230,16 +231,15 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
             return Ok(());
         }
         let Self { context, state, inputs, .. } = self;
-        let kernels = &context.kernels;
         let spec = context.spec();
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
         let queries = context.queries();
         let keys = context.shard.keys.len();
         let round = |from: TensorArgument, to: TensorArgument, shape: [usize; 4]| {
-            records::copy(context, &kernels.round_sums, from, to, shape)
+            records::copy(context, "round_sums", from, to, shape)
         };
         let dq = dense(state.dq.address(), queries, q_heads, head_dim);
-        let dq_kernel = if spec.partial { &kernels.copy_sums } else { &kernels.round_sums };
+        let dq_kernel = if spec.partial { "copy_sums" } else { "round_sums" };
         let shape = [batch, queries, q_heads, head_dim];
         records::copy(context, dq_kernel, dq, tensor_mut(&gradients.dq), shape)?;
         let record = spec.gradient_row_layout();
@@ -247,34 +247,24 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         let [dk, dv] = [0, 1].map(|index| field(dkv.address(), &record, index, bytes));
         round(dk, tensor_mut(&gradients.dk), [batch, keys, kv_heads, head_dim])?;
         round(dv, tensor_mut(&gradients.dv), [batch, keys, kv_heads, value_dim])?;
-        if let (Some(view), Some(sums), Some([batch, heads, rows, keys])) =
-            (&gradients.dbias, &state.dbias, local_bias(&context.shard))
-        {
-            let from = dense(sums.address(), heads, rows, keys);
-            let shape = [batch, heads, rows, keys];
-            records::copy(context, &kernels.copy_sums, from, tensor_mut(view), shape)?;
+        if let (Some(view), Some(shape)) = (&gradients.dbias, local_bias(&context.shard)) {
+            let [_, heads, rows, keys] = shape;
+            let from = dense(state.dbias.address(), heads, rows, keys);
+            records::copy(context, "copy_sums", from, tensor_mut(view), shape)?;
         }
         if let Some(view) = &gradients.dsinks {
             let arguments = RowArguments {
                 sinks: sinks_of(&inputs.forward),
                 dsinks: by_line(tensor_mut(view)),
                 statistics: row_statistics(context, state),
-                ..row_arguments(context)?
+                ..context.row_arguments()?
             };
             let grid = [u64::from(arguments.sinks_count), u64::from(arguments.sinks_lines), 1];
-            let kernel = &kernels.sink_gradient;
-            // SAFETY: the engine has validated every tensor's shape; memory is freed only after
-            // queued work.
-            unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
+            // SAFETY: the engine has validated the shape of every tensor.
+            unsafe { context.launch("sink_gradient", grid, &arguments)? };
         }
         context.record_use(&[dkv]).map(|_| ())
     }
-}
-
-/// Grid of `begin_backward`: about as many rows a block as its threads load at once, 64 of 128 dims
-/// in 16 bits.
-fn grid_of_products(rows: u64) -> [u64; 3] {
-    [rows.div_ceil(64).min(MAX_BLOCKS), 1, 1]
 }
 
 /// Describes the statistics of this rank's rows.
@@ -294,71 +284,45 @@ fn launch_dkv(
     warpgroups: Option<&OnWarpgroups>,
 ) -> Result<()> {
     let spec = context.spec();
-    let kernels = &context.kernels;
-    write_to(arguments, context, block_mask, records);
+    block_mask.write_to(arguments, true);
+    let record = spec.gradient_row_layout();
+    let bytes = context.sums().bytes();
+    [arguments.dk, arguments.dv] =
+        [0, 1].map(|index| field(records.address(), &record, index, bytes));
     let Dims { batch, kv_heads, .. } = spec.dims;
     let mut grid = [u64::from(block_mask.tiles()[1]), kv_heads as u64, batch as u64];
     if let Some(warpgroups) = warpgroups {
-        return warpgroups.launch_keys(context, arguments, grid);
+        return warpgroups.launch(context, arguments, grid, true);
     }
-    let (kernel, threads) = match kernels.matrix_for(spec) {
-        Some(matrix) => {
-            grid[0] *= (kernels.variant.tile()[1] / kernels.variant.keys_matrix_rows()) as u64;
-            (&matrix.backward_keys, MatrixKernels::THREADS)
-        }
-        None => (&kernels.backward_keys, THREADS),
+    let Kernels { general, on_matrices, .. } = &context.kernels;
+    let kernel = if *on_matrices {
+        grid[0] *= (general.variant.tile()[1] / general.variant.keys_matrix_rows()) as u64;
+        "backward_keys_matrix"
+    } else {
+        "backward_keys"
     };
-    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-    // work.
-    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
-}
-
-/// Sets the block mask by key tile, and dK and dV as fields of gradient records.
-pub(crate) fn write_to(
-    arguments: &mut AttentionArguments,
-    context: &PassContext,
-    block_mask: &BlockMask,
-    records: &CudaBuffer,
-) {
-    let record = context.spec().gradient_row_layout();
-    let bytes = context.sums().bytes();
-    block_mask.write_to(arguments, true);
-    [arguments.dk, arguments.dv] =
-        [0, 1].map(|index| field(records.address(), &record, index, bytes));
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { context.launch(kernel, grid, arguments) }
 }
 
 /// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are
-/// those of the warpgroup kernels, if given, else of [`tile`].
+/// those of the warpgroup kernels, if given, else of the general ones.
 fn launch_dq(
     context: &PassContext,
     arguments: &mut AttentionArguments,
     block_mask: &BlockMask,
     warpgroups: Option<&OnWarpgroups>,
 ) -> Result<()> {
-    let spec = context.spec();
-    let kernels = &context.kernels;
     block_mask.write_to(arguments, false);
-    let Dims { batch, q_heads, .. } = spec.dims;
+    let Dims { batch, q_heads, .. } = context.spec().dims;
     let grid = [u64::from(block_mask.tiles()[0]), q_heads as u64, batch as u64];
     if let Some(warpgroups) = warpgroups {
-        return warpgroups.launch_queries(context, arguments, grid);
+        return warpgroups.launch(context, arguments, grid, false);
     }
-    let (kernel, threads) = match kernels.matrix_for(spec) {
-        Some(matrix) => (&matrix.backward_queries, MatrixKernels::THREADS),
-        None => (&kernels.backward_queries, THREADS),
-    };
-    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-    // work.
-    unsafe { kernel.launch(&context.stream, grid, threads, arguments) }
-}
-
-/// Queries and keys per tile of the kernel, unless it is one on warpgroups.
-fn dq_tile(context: &PassContext) -> [usize; 2] {
-    let variant = context.kernels.variant;
-    match context.kernels.matrix_for(context.spec()) {
-        Some(_) => variant.queries_matrix_tile(),
-        None => variant.tile(),
-    }
+    let on_matrices = context.kernels.on_matrices;
+    let kernel = if on_matrices { "backward_queries_matrix" } else { "backward_queries" };
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { context.launch(kernel, grid, arguments) }
 }
 
 /// Adds the block's contribution to dbias, if there is a bias.
@@ -374,8 +338,6 @@ fn launch_dbias(
     // as in the kernel: an axis of one row is one tile, broadcast or not
     let grid =
         [tiles(rows == 1, query_tiles), tiles(keys == 1, key_tiles), (batches * heads) as u64];
-    let kernel = &context.kernels.bias_gradient;
-    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-    // work.
-    unsafe { kernel.launch(&context.stream, grid, THREADS, arguments) }
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { context.launch("bias_gradient", grid, arguments) }
 }

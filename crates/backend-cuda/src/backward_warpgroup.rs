@@ -9,21 +9,19 @@ use annulus_device_cuda::{CudaBuffer, Device, TensorMap};
 use crate::{
     arguments::{AttentionArguments, BackwardAttention, is_tma_readable, tma_boxes},
     block_mask::to_u32,
-    kernels::BackwardWarpgroupKernels,
+    kernels::VariantKernels,
     pass_context::PassContext,
-    variant::needs_epilogue,
+    variant::{WARPGROUP_BACKWARD_KERNELS, needs_epilogue},
 };
 
 /// Rows of a `StatisticsTile` of `kernels/backward_warpgroup.cuh`, and its bytes.
 const STATISTICS_ROWS: u64 = 64;
 const STATISTICS_BYTES: u64 = 3 * 4 * STATISTICS_ROWS;
 
-const THREADS: u32 = BackwardWarpgroupKernels::THREADS;
-
 /// The kernels for one set of queries, with the statistics of these.
 #[derive(Debug)]
 pub(crate) struct OnWarpgroups {
-    kernels: Arc<BackwardWarpgroupKernels>,
+    kernels: Arc<VariantKernels>,
     statistics: u64,
     statistics_tiles: u32,
 }
@@ -32,7 +30,7 @@ impl OnWarpgroups {
     /// Writes the statistics of the queries of `arguments` to `into`, which grows to hold them.
     pub(crate) fn new(
         context: &PassContext,
-        kernels: Arc<BackwardWarpgroupKernels>,
+        kernels: Arc<VariantKernels>,
         attention: &AttentionArguments,
         into: &mut CudaBuffer,
     ) -> Result<Self> {
@@ -46,15 +44,12 @@ impl OnWarpgroups {
         }
         let made =
             Self { kernels, statistics: into.address(), statistics_tiles: to_u32(tiles as usize)? };
-        let threads = u64::from(THREADS);
+        let [name, ..] = WARPGROUP_BACKWARD_KERNELS;
+        let threads = u64::from(made.kernels.variant.threads(name));
         let grid = [(tiles * STATISTICS_ROWS).div_ceil(threads), q_heads as u64, batch as u64];
         let arguments = made.arguments(attention, [TensorMap::UNUSED; 2]);
-        let kernel = &made.kernels.statistics;
-        // SAFETY: the buffer holds the statistics of all rows; the engine has validated those of
-        // the queries; memory is freed only after queued work.
-        unsafe {
-            kernel.launch(&context.stream, grid, THREADS, &arguments)?;
-        }
+        // SAFETY: the buffer holds the statistics of all rows.
+        unsafe { made.kernels.launch(&context.stream, name, grid, &arguments)? };
         Ok(made)
     }
 
@@ -68,62 +63,50 @@ impl OnWarpgroups {
         }
     }
 
-    /// Launches the kernel for dQ: K and V are streamed, from records.
-    pub(crate) fn launch_queries(
-        &self,
-        context: &PassContext,
-        attention: &AttentionArguments,
-        grid: [u64; 3],
-    ) -> Result<()> {
-        let epilogue = needs_epilogue(context.spec());
-        let rows = if epilogue { 64 } else { 128 };
-        let shape = [attention.keys, attention.kv_heads, attention.batches];
-        let device = context.stream.device();
-        let maps = [
-            tma_boxes(device, &attention.k, attention.head_dim, shape, rows)?,
-            tma_boxes(device, &attention.v, attention.value_dim, shape, rows)?,
-        ];
-        let kernel = &self.kernels.queries[usize::from(epilogue)];
-        let mut arguments = self.arguments(attention, maps);
-        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
-        let group = attention.q_heads / attention.kv_heads;
-        let kv_heads = u64::from(attention.kv_heads) * u64::from(attention.batches);
-        arguments.section = section(device, u64::from(attention.keys) * 2 * dims, kv_heads) * group;
-        let grid = [grid.iter().product(), 1, 1];
-        // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-        // work.
-        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
-    }
-
     /// True if the kernel for dK and dV can stream these queries: always those of records.
     pub(crate) fn can_stream_queries(attention: &AttentionArguments) -> bool {
         let shape = [attention.queries, attention.q_heads, attention.batches];
         [&attention.q, &attention.dout].into_iter().all(|tensor| is_tma_readable(tensor, shape))
     }
 
-    /// Launches the kernel for dK and dV: Q and dO are streamed.
-    pub(crate) fn launch_keys(
+    /// Launches the kernel for dQ, which streams K and V from records, or that for dK and dV
+    /// (`of_keys`), which streams Q and dO.
+    pub(crate) fn launch(
         &self,
         context: &PassContext,
         attention: &AttentionArguments,
         grid: [u64; 3],
+        of_keys: bool,
     ) -> Result<()> {
-        let shape = [attention.queries, attention.q_heads, attention.batches];
+        let AttentionArguments { q, dout, k, v, head_dim, value_dim, .. } = attention;
+        let AttentionArguments { queries, keys, q_heads, kv_heads, batches, .. } = *attention;
+        let epilogue = needs_epilogue(context.spec());
+        let [_, of_queries, queries_epilogue, of_kv, kv_epilogue] = WARPGROUP_BACKWARD_KERNELS;
+        let ([one, other], shape, rows, names) = if of_keys {
+            ([q, dout], [queries, q_heads, batches], 64, [of_kv, kv_epilogue])
+        } else {
+            let rows = if epilogue { 64 } else { 128 };
+            ([k, v], [keys, kv_heads, batches], rows, [of_queries, queries_epilogue])
+        };
         let device = context.stream.device();
         let maps = [
-            tma_boxes(device, &attention.q, attention.head_dim, shape, 64)?,
-            tma_boxes(device, &attention.dout, attention.value_dim, shape, 64)?,
+            tma_boxes(device, one, *head_dim, shape, rows)?,
+            tma_boxes(device, other, *value_dim, shape, rows)?,
         ];
-        let kernel = &self.kernels.keys[usize::from(needs_epilogue(context.spec()))];
-        let mut arguments = self.arguments(attention, maps);
-        let dims = u64::from(attention.head_dim) + u64::from(attention.value_dim);
-        let group = u64::from(attention.q_heads / attention.kv_heads);
-        let kv_heads = u64::from(attention.kv_heads) * u64::from(attention.batches);
-        let bytes = u64::from(attention.queries) * group * 2 * dims;
-        arguments.section = section(device, bytes, kv_heads);
+        let [streamed_rows, streamed_heads, _] = shape;
+        let dims = u64::from(*head_dim) + u64::from(*value_dim);
+        // streamed by the blocks of a KV head
+        let bytes = u64::from(streamed_rows) * u64::from(streamed_heads / kv_heads) * 2 * dims;
+        let kv_planes = u64::from(kv_heads) * u64::from(batches);
+        let arguments = BackwardAttention {
+            section: section(device, bytes, kv_planes) * (q_heads / streamed_heads),
+            ..self.arguments(attention, maps)
+        };
         let grid = [grid.iter().product(), 1, 1];
-        // SAFETY: as for `launch_queries`.
-        unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments) }
+        // SAFETY: the engine has validated the shape of every tensor.
+        unsafe {
+            self.kernels.launch(&context.stream, names[usize::from(epilogue)], grid, &arguments)
+        }
     }
 }
 

@@ -29,34 +29,29 @@ use crate::{
     arguments::{
         AttentionArguments, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
     },
-    key_ranges::{self, RangeLimits},
+    forward_tiles::{self, RangeLimits},
 };
 
 /// Visible tiles by query tile and by key tile, and per-row numbers of queries that kernels need,
 /// in one device buffer; those of keys.
 #[derive(Debug)]
 pub(crate) struct BlockMask {
-    buffer: CudaBuffer,
-    /// Byte offsets in the buffer: starts and runs of the lists.
-    by_queries: [u64; 2],
-    /// Without [`MaskForm::by_keys`] no kernel reads these.
-    by_keys: [u64; 2],
-    /// As `by_queries`, with a list for each range of keys of a tile: see [`crate::key_ranges`].
-    by_ranges: [u64; 2],
-    /// Byte offset of the numbers of these lists in the order in which they are computed.
+    /// Holds the memory of all addresses but those of keys.
+    _buffer: CudaBuffer,
+    /// Lists by query tile and by key tile; without [`MaskForm::by_keys`] no kernel reads the
+    /// latter.
+    lists: [BlockMaskAddresses; 2],
+    /// As those by query tile, with a list for each range of keys of a tile: see
+    /// [`crate::forward_tiles`].
+    by_ranges: BlockMaskAddresses,
+    /// Address of the numbers of these lists in the order in which they are computed.
     order: u64,
-    ranges: usize,
-    bits: u64,
     query_rows: u64,
     query_positions: u64,
     /// Without a bias tensor and dropout no kernel reads these.
     key_rows: Option<Arc<CudaBuffer>>,
     /// Likewise without ALiBi.
     key_positions: Option<Arc<CudaBuffer>>,
-    query_tiles: u32,
-    key_tiles: u32,
-    per_batch: bool,
-    per_head: bool,
     queries: u32,
     keys: u32,
     flags: u32,
@@ -146,13 +141,9 @@ impl BlockMask {
         let per_batch = visibility.per_batch();
         let per_head = visibility.per_head();
         let planes_of = |per: bool, all: usize| if per { all } else { 1 };
-        let (batches, heads) =
-            (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
-        let batches = 0..batches;
-        let heads = 0..heads;
         let tiling = Tiling {
-            batches,
-            heads,
+            batches: 0..planes_of(per_batch, dims.batch),
+            heads: 0..planes_of(per_head, dims.q_heads),
             queries: 0..queries.len(),
             keys: 0..keys.len(),
             tile: form.tile,
@@ -161,24 +152,23 @@ impl BlockMask {
         let mut block_sparse = BlockSparseMask::default();
         block_sparse.refill(&visibility, &tiling)?;
         let mut upload = MaskUpload::default();
-        let by_queries = upload.lists(block_sparse.by_queries());
+        let by_query = block_sparse.by_queries();
+        let by_queries = upload.csr(by_query.starts(), by_query.runs());
         let mut lists = CsrTiles::default();
         if form.by_keys {
             block_sparse.by_keys(&mut lists)?;
         }
-        let by_keys = upload.lists(&lists);
+        let by_keys = upload.csr(lists.starts(), lists.runs());
         let [query_tiles, key_tiles] = tiling.tiles();
-        let by_query_tile: Vec<&[TileRun]> = (0..tiling.planes() * query_tiles)
-            .map(|list| block_sparse.by_queries().list(list))
-            .collect();
-        let ranges = key_ranges::ranges(&by_query_tile, form.limits);
+        let by_query_tile: Vec<&[TileRun]> =
+            (0..tiling.planes() * query_tiles).map(|list| by_query.list(list)).collect();
+        let ranges = forward_tiles::ranges(&by_query_tile, form.limits);
         let (by_ranges, order) = if ranges > 1 {
             let RangeLists { starts, runs } = RangeLists::of(by_query_tile, ranges);
             let order = longest_first(&starts, &runs, query_tiles * ranges);
             (upload.csr(&starts, &runs), order)
         } else {
-            let lists = block_sparse.by_queries();
-            (by_queries, longest_first(lists.starts(), lists.runs(), query_tiles))
+            (by_queries, longest_first(by_query.starts(), by_query.runs(), query_tiles))
         };
         let order = upload.u32s(order.into_iter());
         let bits = upload.u64s(block_sparse.bits().iter().copied());
@@ -201,36 +191,41 @@ impl BlockMask {
         let flag_of = |rows: &Rows, flag: u32| if rows.per_batch() { flag } else { 0 };
         let flags =
             flag_of(queries, QUERY_POSITIONS_PER_BATCH) | flag_of(keys, KEY_POSITIONS_PER_BATCH);
-        let buffer = CudaBuffer::new(stream.device(), upload.0.len() as u64)?;
-        // SAFETY: the buffer is new and as long as the bytes.
-        unsafe { stream.copy_to_device(buffer.address(), &upload.0)? };
-        let [query_tiles, key_tiles, queries, keys] =
-            [to_u32(query_tiles)?, to_u32(key_tiles)?, to_u32(queries.len())?, to_u32(keys.len())?];
+        let buffer = CudaBuffer::filled(stream, &upload.0)?;
+        let at = buffer.address();
+        // at most `forward_tiles::MAX_RANGES`
+        let splits = ranges as u32;
+        let addresses = |[starts, runs]: [u64; 2], tiles: usize, splits: u32| {
+            Ok(BlockMaskAddresses {
+                starts: at + starts,
+                runs: at + runs,
+                bits: at + bits,
+                lists: to_u32(tiles)? * splits,
+                per_batch: per_batch.into(),
+                per_head: per_head.into(),
+                splits,
+            })
+        };
+        let lists = [addresses(by_queries, query_tiles, 1)?, addresses(by_keys, key_tiles, 1)?];
         Ok(Self {
-            buffer,
-            by_queries,
-            by_keys,
-            by_ranges,
-            order,
-            ranges,
-            bits,
-            query_rows,
-            query_positions,
+            lists,
+            by_ranges: addresses(by_ranges, query_tiles, splits)?,
+            order: at + order,
+            query_rows: at + query_rows,
+            query_positions: at + query_positions,
+            _buffer: buffer,
             key_rows,
             key_positions,
-            query_tiles,
-            key_tiles,
-            per_batch,
-            per_head,
-            queries,
-            keys,
+            queries: to_u32(queries.len())?,
+            keys: to_u32(keys.len())?,
             flags,
         })
     }
 
     /// Numbers of query tiles and key tiles.
     pub(crate) const fn tiles(&self) -> [u32; 2] {
-        [self.query_tiles, self.key_tiles]
+        let [by_queries, by_keys] = &self.lists;
+        [by_queries.lists, by_keys.lists]
     }
 
     /// True if there are no query rows or no key rows. False does not imply a visible pair.
@@ -240,46 +235,26 @@ impl BlockMask {
 
     /// Sets the mask fields of the arguments, with the lists by query tile or by key tile.
     pub(crate) fn write_to(&self, arguments: &mut AttentionArguments, by_keys: bool) {
-        if by_keys {
-            self.write_lists_to(arguments, self.by_keys, self.key_tiles, 1);
-        } else {
-            self.write_lists_to(arguments, self.by_queries, self.query_tiles, 1);
-        }
+        self.write_lists_to(arguments, self.lists[usize::from(by_keys)]);
     }
 
     /// Sets the mask fields of the arguments, with the lists by query tile and range of keys.
     /// Returns the number of ranges per tile, 1 if keys are not divided.
     pub(crate) fn write_ranges_to(&self, arguments: &mut AttentionArguments) -> usize {
-        // at most `key_ranges::MAX_RANGES`
-        self.write_lists_to(arguments, self.by_ranges, self.query_tiles, self.ranges as u32);
-        self.ranges
+        self.write_lists_to(arguments, self.by_ranges);
+        self.by_ranges.splits as usize
     }
 
     /// Address of the order in which the lists by query tile and range of keys are computed: for
     /// each plane the numbers of its lists, that of most key tiles first.
-    pub(crate) fn order(&self) -> u64 {
-        self.buffer.address() + self.order
+    pub(crate) const fn order(&self) -> u64 {
+        self.order
     }
 
-    fn write_lists_to(
-        &self,
-        arguments: &mut AttentionArguments,
-        [starts, runs]: [u64; 2],
-        tiles: u32,
-        splits: u32,
-    ) {
-        let at = |offset: u64| self.buffer.address() + offset;
-        arguments.block_mask = BlockMaskAddresses {
-            starts: at(starts),
-            runs: at(runs),
-            bits: at(self.bits),
-            lists: tiles * splits,
-            per_batch: self.per_batch.into(),
-            per_head: self.per_head.into(),
-            splits,
-        };
-        arguments.query_rows = at(self.query_rows);
-        arguments.query_positions = at(self.query_positions);
+    fn write_lists_to(&self, arguments: &mut AttentionArguments, lists: BlockMaskAddresses) {
+        arguments.block_mask = lists;
+        arguments.query_rows = self.query_rows;
+        arguments.query_positions = self.query_positions;
         let of_keys =
             |numbers: &Option<Arc<CudaBuffer>>| numbers.as_ref().map_or(0, |list| list.address());
         arguments.key_rows = of_keys(&self.key_rows);
@@ -311,28 +286,25 @@ fn longest_first(starts: &[u32], runs: &[TileRun], lists: usize) -> Vec<u32> {
 struct MaskUpload(Vec<u8>);
 
 impl MaskUpload {
-    fn u64s(&mut self, values: impl Iterator<Item = u64>) -> u64 {
+    fn part<const N: usize>(&mut self, words: impl Iterator<Item = [u8; N]>) -> u64 {
         self.0.resize(self.0.len().next_multiple_of(8), 0);
         let start = self.0.len() as u64;
-        values.for_each(|value| self.0.extend_from_slice(&value.to_ne_bytes()));
+        words.for_each(|word| self.0.extend_from_slice(&word));
         start
     }
 
-    /// Appends the lists; returns the offsets of their starts and runs.
-    fn lists(&mut self, lists: &CsrTiles) -> [u64; 2] {
-        self.csr(lists.starts(), lists.runs())
-    }
-
-    fn csr(&mut self, starts: &[u32], runs: &[TileRun]) -> [u64; 2] {
-        let starts = self.u32s(starts.iter().copied());
-        [starts, self.u32s(runs.iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
+    fn u64s(&mut self, values: impl Iterator<Item = u64>) -> u64 {
+        self.part(values.map(u64::to_ne_bytes))
     }
 
     fn u32s(&mut self, values: impl Iterator<Item = u32>) -> u64 {
-        self.0.resize(self.0.len().next_multiple_of(8), 0);
-        let start = self.0.len() as u64;
-        values.for_each(|value| self.0.extend_from_slice(&value.to_ne_bytes()));
-        start
+        self.part(values.map(u32::to_ne_bytes))
+    }
+
+    /// Appends lists; returns the offsets of their starts and runs.
+    fn csr(&mut self, starts: &[u32], runs: &[TileRun]) -> [u64; 2] {
+        let starts = self.u32s(starts.iter().copied());
+        [starts, self.u32s(runs.iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
     }
 }
 
@@ -343,6 +315,12 @@ pub(crate) fn to_u32(count: usize) -> Result<u32> {
     converted.ok_or_else(|| {
         Error::unsupported(format!("a list of {count} rows or tiles on one rank"), "cuda")
     })
+}
+
+/// Converts the lengths of a tensor.
+pub(crate) fn lengths(shape: [usize; 4]) -> Result<[u32; 4]> {
+    let [batch, rows, heads, dim] = shape.map(to_u32);
+    Ok([batch?, rows?, heads?, dim?])
 }
 
 /// Lists in device memory, the one that was used last at the end.

@@ -10,13 +10,12 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, TensorMap};
 
 use crate::{
     arguments::{
-        AttentionArguments, EMPTY_STATE, RowOutputs, WRITE_OUTPUTS, WarpgroupAttention,
-        is_tma_readable, tensor, tensor_mut, tma_boxes,
+        AttentionArguments, EMPTY_STATE, RowArguments, RowOutputs, TensorArgument, WRITE_OUTPUTS,
+        WarpgroupAttention, by_head, is_tma_readable, tensor, tensor_mut, tma_boxes,
     },
     block_mask::to_u32,
-    finish,
     forward_tiles::packing_arguments,
-    kernels::{MatrixKernels, THREADS, WarpgroupKernels},
+    kernels::VariantKernels,
     pass_context::PassContext,
     records,
     state::ForwardState,
@@ -89,9 +88,9 @@ impl<'p> CudaForward<'p> {
             // the merge writes the outputs
             let mut of_range = arguments;
             of_range.flags &= !WRITE_OUTPUTS;
-            state.partial.write_to(context, ranges, &mut of_range);
+            of_range.set_state(state.partial_addresses(context, ranges));
             launch(context, &of_range, grid, block_mask.order())?;
-            state.partial.merge(context, ranges, &arguments, state.addresses())?;
+            state.merge(context, ranges, &arguments)?;
         } else {
             arguments.set_state(state.addresses());
             launch(context, &arguments, grid, block_mask.order())?;
@@ -110,20 +109,13 @@ fn launch(
     grid: [u64; 3],
     order: u64,
 ) -> Result<()> {
-    let PassContext { kernels, stream, forward_tiles, .. } = context;
+    let PassContext { kernels, forward_tiles, .. } = context;
     if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| forward_tiles.on_warpgroups) {
         return launch_on_warpgroups(context, warpgroup, arguments, order);
     }
-    let (kernel, threads) = match kernels.matrix_for(context.spec()) {
-        Some(matrix) => {
-            let ranges = arguments.block_mask.splits;
-            (matrix.forward(forward_tiles.has_few_rows, ranges), MatrixKernels::THREADS)
-        }
-        None => (&kernels.forward, THREADS),
-    };
-    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-    // work.
-    unsafe { kernel.launch(stream, grid, threads, arguments) }
+    let kernel = forward_tiles.kernels[usize::from(arguments.block_mask.splits > 1)];
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { context.launch(kernel, grid, arguments) }
 }
 
 impl ForwardPass<CudaSpace> for CudaForward<'_> {
@@ -165,7 +157,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
             }
             context.fill(&state.max, f64::NEG_INFINITY)?;
         }
-        finish::finish(context, state, &inputs, outputs)
+        finish(context, state, &inputs, outputs)
     }
 }
 
@@ -177,7 +169,7 @@ const OUTPUT_ROWS: u32 = 64;
 /// `order` is the address of [`crate::block_mask::BlockMask::order`].
 fn launch_on_warpgroups(
     context: &PassContext,
-    kernels: &WarpgroupKernels,
+    kernels: &VariantKernels,
     attention: &AttentionArguments,
     order: u64,
 ) -> Result<()> {
@@ -211,11 +203,10 @@ fn launch_on_warpgroups(
         stores_by_tma: stores_by_tma.into(),
         reserved: 0,
     };
-    let kernel = &kernels.forward;
-    let grid = [tiles.min(kernels.blocks as u64), 1, 1];
-    // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
-    // work.
-    unsafe { kernel.launch(&context.stream, grid, kernels.threads, &arguments) }
+    let name = kernels.variant.forward_on_warpgroups();
+    let grid = [tiles.min(context.kernels.most_blocks as u64), 1, 1];
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { kernels.launch(&context.stream, name, grid, &arguments) }
 }
 
 /// Groups of packed heads in a section of the tile scheduler, of `groups` in all: those of as many
@@ -228,4 +219,46 @@ fn section(attention: &AttentionArguments, spec: &Spec, most_bytes: u64, groups:
     let of_kv_head = u64::from(q_heads / kv_heads / packed_heads);
     // at most the number of tiles, which is a u32
     ((most_bytes / bytes).max(1) * of_kv_head).min(groups) as u32
+}
+
+/// Rows per thread block of `finish_forward`: one per warp.
+const FINISHED_ROWS: u64 = 8;
+
+/// Describes the caller's sinks `[line, sink, 1, 1]` with lines as heads and sinks as rows.
+pub(crate) fn sinks_of(inputs: &Inputs<View<'_, CudaSpace>>) -> TensorArgument {
+    inputs.sinks.as_ref().map(|sinks| by_line(tensor(sinks))).unwrap_or_default()
+}
+
+/// Permutes the strides of `[line, sink, 1, 1]`: lines as heads, sinks as rows.
+pub(crate) fn by_line(tensor: TensorArgument) -> TensorArgument {
+    let [line, sink, ..] = tensor.strides;
+    TensorArgument { strides: [0, sink, line, 0], ..tensor }
+}
+
+/// Adds the sinks, normalizes, rounds, and writes out and statistics: `finish_forward` of
+/// `kernels/rows.cuh`.
+fn finish(
+    context: &PassContext,
+    state: &ForwardState,
+    inputs: &Inputs<View<'_, CudaSpace>>,
+    outputs: &Outputs<ViewMut<'_, CudaSpace>>,
+) -> Result<()> {
+    let RowOutputs { lse, max, sum } = RowOutputs::new(outputs);
+    let ties = outputs.ties.as_ref().map(|ties| by_head(tensor_mut(ties)));
+    let arguments = RowArguments {
+        out: tensor_mut(&outputs.out),
+        lse,
+        max,
+        sum,
+        ties: ties.unwrap_or_default(),
+        sinks: sinks_of(inputs),
+        acc: state.acc.address(),
+        row_max: state.max.address(),
+        row_sum: state.sum.address(),
+        row_ties: state.ties.address(),
+        ..context.row_arguments()?
+    };
+    let grid = [arguments.rows().div_ceil(FINISHED_ROWS), 1, 1];
+    // SAFETY: the engine has validated the shape of every tensor.
+    unsafe { context.launch("finish_forward", grid, &arguments) }
 }

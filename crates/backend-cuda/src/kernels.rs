@@ -1,15 +1,13 @@
-//! Kernels that are loaded on a device.
+//! Kernels: the files that each variant is compiled from, and those that are loaded on a device.
 
-use std::sync::Arc;
+use std::{borrow::Cow, collections::HashMap, sync::Arc};
 
-use annulus_core::{Result, Spec};
-use annulus_device_cuda::{Compiler, Device, Kernel, Module};
-
-use crate::{
-    Level,
-    programs::{SourceEdit, compile},
-    variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant, WARPGROUP_BACKWARD_KERNELS},
+use annulus_core::{Error, Result};
+use annulus_device_cuda::{
+    Compiler, Device, Image, ImageKind, Kernel, KernelProgram, Module, Stream,
 };
+
+use crate::variant::{Family, Variant};
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
 /// `kernels/primitives.cuh`.
@@ -24,214 +22,193 @@ pub(crate) fn grid_of(elements: u64) -> [u64; 3] {
     [elements.div_ceil(u64::from(THREADS)).min(MAX_BLOCKS), 1, 1]
 }
 
-/// Loaded kernels of one variant on one device.
-#[derive(Debug, Clone)]
-pub(crate) struct Kernels {
-    pub(crate) variant: Variant,
-    pub(crate) forward: Kernel,
-    /// Present if [`Variant::has_matrix`].
-    pub(crate) matrix: Option<MatrixKernels>,
-    /// Present at [`Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
-    pub(crate) warpgroup: Option<WarpgroupKernels>,
-    /// Likewise, for [`Variant::backward_on_warpgroups`].
-    pub(crate) backward_warpgroup: Option<Arc<BackwardWarpgroupKernels>>,
-    pub(crate) finish_forward: Kernel,
-    pub(crate) merge_splits: Kernel,
-    pub(crate) begin_backward: Kernel,
-    pub(crate) backward_queries: Kernel,
-    pub(crate) backward_keys: Kernel,
-    pub(crate) bias_gradient: Kernel,
-    pub(crate) sink_gradient: Kernel,
-    pub(crate) copy_elements: Kernel,
-    pub(crate) round_sums: Kernel,
-    pub(crate) copy_sums: Kernel,
-    pub(crate) copy_statistics: Kernel,
-    pub(crate) fill_sums: Kernel,
-    pub(crate) combine_records: Kernel,
-    /// Used by transports: see [`Device::set_range_copy`].
-    pub(crate) copy_ranges: Kernel,
-}
+/// File name and text.
+type Header = (&'static str, &'static str);
 
-/// Kernels on tensor cores, for normalized outputs. The gradient of an unnormalized output flows
-/// through the row maximum, which backward finds only if its scores equal those of forward bit for
-/// bit.
-#[derive(Debug, Clone)]
-pub(crate) struct MatrixKernels {
-    forward: Kernel,
-    /// Forward of several ranges of keys, if not `forward`: see [`Variant::matrix_stages`].
-    forward_split: Option<Kernel>,
-    /// Forward of few rows: see [`crate::forward_tiles::ForwardTiles::has_few_rows`].
-    forward_decode: Kernel,
-    pub(crate) backward_queries: Kernel,
-    pub(crate) backward_keys: Kernel,
-}
+/// Headers of all programs.
+const HEADERS: [Header; 7] = [
+    ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
+    ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
+    ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
+    ("arguments.cuh", include_str!("../kernels/arguments.cuh")),
+    ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
+    ("tile.cuh", include_str!("../kernels/tile.cuh")),
+    ("forward_state.cuh", include_str!("../kernels/forward_state.cuh")),
+];
 
-/// Kernels on warpgroups.
-#[derive(Debug, Clone)]
-pub(crate) struct WarpgroupKernels {
-    pub(crate) variant: Variant,
-    pub(crate) forward: Kernel,
-    /// Threads per block.
-    pub(crate) threads: u32,
-    /// Most blocks of a launch, which fetch tiles until all are computed.
-    pub(crate) blocks: usize,
-    /// Fewest rows for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
-    min_rows: usize,
-}
+/// Further headers of [`Family::General`].
+const GENERAL_HEADERS: [Header; 15] = [
+    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
+    ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
+    ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
+    ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
+    ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
+    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
+    ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
+    ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
+    ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
+    ("backward.cuh", include_str!("../kernels/backward.cuh")),
+    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
+    ("records.cuh", include_str!("../kernels/records.cuh")),
+];
 
-impl WarpgroupKernels {
-    /// Compiles and loads the kernels.
-    pub(crate) fn new(
-        device: &Device,
-        compiler: &Compiler,
-        variant: Variant,
-        blocks: usize,
-        min_rows: usize,
-        edit: Option<SourceEdit>,
-    ) -> Result<Self> {
-        let module = load(device, compiler, variant, edit)?;
-        let name = variant.forward_on_warpgroups();
-        Ok(Self {
-            variant,
-            forward: module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name))?,
-            threads: variant.warpgroup_threads(),
-            blocks,
-            min_rows,
-        })
-    }
+/// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
+const WARPGROUP_HEADERS: [Header; 4] = [
+    ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
+    ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
+    ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
+    ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
+];
 
-    /// True if they serve `queries` queries of `heads` query heads that may share a tile faster
-    /// than level matrix: fewer rows leave most of a tile empty (estimated, not measured).
-    const fn are_filled_by(&self, queries: usize, heads: usize) -> bool {
-        queries * heads >= self.min_rows
-    }
-}
+/// Further headers of [`Family::Warpgroup`].
+const WARPGROUP_FORWARD_HEADERS: [Header; 4] = [
+    ("warpgroup_tile.cuh", include_str!("../kernels/warpgroup_tile.cuh")),
+    ("forward_scheduler.cuh", include_str!("../kernels/forward_scheduler.cuh")),
+    ("forward_outputs.cuh", include_str!("../kernels/forward_outputs.cuh")),
+    ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
+];
 
-/// Backward kernels on warpgroups.
-#[derive(Debug)]
-pub(crate) struct BackwardWarpgroupKernels {
-    pub(crate) variant: Variant,
-    pub(crate) statistics: Kernel,
-    /// Without and with a score epilogue.
-    pub(crate) queries: [Kernel; 2],
-    pub(crate) keys: [Kernel; 2],
-    /// Fewest queries for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
-    min_rows: usize,
-}
+/// Further headers of [`Family::WarpgroupBackward`].
+const WARPGROUP_BACKWARD_HEADERS: [Header; 4] = [
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
+    ("backward_warpgroup.cuh", include_str!("../kernels/backward_warpgroup.cuh")),
+    ("backward_queries_warpgroup.cuh", include_str!("../kernels/backward_queries_warpgroup.cuh")),
+    ("backward_keys_warpgroup.cuh", include_str!("../kernels/backward_keys_warpgroup.cuh")),
+];
 
-impl BackwardWarpgroupKernels {
-    /// Threads per block: one producer warpgroup, two consumers.
-    pub(crate) const THREADS: u32 = 384;
+/// Changes the text of a kernel file, given its name and its text, by which tests plant mistakes
+/// ([`crate::Cuda::edited`]).
+#[doc(hidden)]
+pub type SourceEdit = fn(file: &str, text: &str) -> Result<String>;
 
-    /// Compiles and loads the kernels.
-    pub(crate) fn new(
-        device: &Device,
-        compiler: &Compiler,
-        variant: Variant,
-        min_rows: usize,
-        edit: Option<SourceEdit>,
-    ) -> Result<Self> {
-        let module = load(device, compiler, variant, edit)?;
-        let [statistics, queries, queries_epilogue, keys, keys_epilogue] =
-            WARPGROUP_BACKWARD_KERNELS
-                .map(|name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name)));
-        Ok(Self {
-            variant,
-            statistics: statistics?,
-            queries: [queries?, queries_epilogue?],
-            keys: [keys?, keys_epilogue?],
-            min_rows,
-        })
-    }
-}
-
-fn load(
-    device: &Device,
+/// Compiles a variant for a [target](Compiler::target), with the texts of its files as they are or
+/// as `edit` changes them.
+///
+/// # Errors
+/// [`annulus_core::Error::Device`] with the compiler's log; those of `edit`.
+pub fn compile(
     compiler: &Compiler,
     variant: Variant,
     edit: Option<SourceEdit>,
-) -> Result<Module> {
-    let (kind, target) = compiler.target(device.architecture())?;
-    Module::load(device, &compile(compiler, variant, edit, kind, &target)?)
+    kind: ImageKind,
+    target: &str,
+) -> Result<Image> {
+    let (main, headers): (Header, Vec<Header>) = match variant.family {
+        Family::General => (
+            ("kernels.cu", include_str!("../kernels/kernels.cu")),
+            [&HEADERS[..], &GENERAL_HEADERS].concat(),
+        ),
+        Family::Warpgroup | Family::WarpgroupEpilogue => (
+            ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
+            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
+        ),
+        Family::WarpgroupBackward => (
+            ("backward_warpgroup.cu", include_str!("../kernels/backward_warpgroup.cu")),
+            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_BACKWARD_HEADERS].concat(),
+        ),
+    };
+    let edited = |&(name, text): &Header| match edit {
+        Some(edit) => edit(name, text).map(Cow::Owned),
+        None => Ok(Cow::Borrowed(text)),
+    };
+    let source = edited(&main)?;
+    let texts = headers.iter().map(edited).collect::<Result<Vec<Cow<'_, str>>>>()?;
+    // the cache key covers all headers passed: only those that the program includes are
+    let headers: Vec<(&str, &str)> =
+        headers.iter().zip(&texts).map(|((name, _), text)| (*name, text.as_ref())).collect();
+    let program = KernelProgram { name: main.0, source: &source, headers: &headers };
+    compiler.compile(&program, &variant.options(), kind, target)
 }
 
-impl MatrixKernels {
-    /// Threads per block; `FORWARD_THREADS` of `kernels/forward_matrix.cuh`, `BACKWARD_THREADS` of
-    /// `kernels/backward_matrix.cuh`.
-    pub(crate) const THREADS: u32 = 128;
+/// Loaded kernels of one variant on one device.
+#[derive(Debug)]
+pub(crate) struct VariantKernels {
+    pub(crate) variant: Variant,
+    kernels: HashMap<&'static str, Kernel>,
+}
 
-    fn new(module: &Module, variant: Variant) -> Result<Self> {
-        let kernel = |name| module.kernel(name)?.with_shared(variant.dynamic_shared_bytes(name));
-        let [forward, backward_queries, backward_keys] = MATRIX_KERNELS.map(kernel);
-        Ok(Self {
-            forward: forward?,
-            forward_split: variant.has_split_kernel().then(|| kernel(SPLIT_KERNEL)).transpose()?,
-            forward_decode: kernel(DECODE_KERNEL)?,
-            backward_queries: backward_queries?,
-            backward_keys: backward_keys?,
-        })
+impl VariantKernels {
+    /// Compiles and loads the kernels.
+    pub(crate) fn load(
+        device: &Device,
+        compiler: &Compiler,
+        variant: Variant,
+        edit: Option<SourceEdit>,
+    ) -> Result<Self> {
+        let (kind, target) = compiler.target(device.architecture())?;
+        let module = Module::load(device, &compile(compiler, variant, edit, kind, &target)?)?;
+        let kernel = |name| {
+            let kernel = module.kernel(name)?;
+            Ok((
+                name,
+                match variant.dynamic_shared_bytes(name) {
+                    0 => kernel,
+                    bytes => kernel.with_shared(bytes)?,
+                },
+            ))
+        };
+        let kernels = variant.kernels().into_iter().map(kernel).collect::<Result<_>>()?;
+        Ok(Self { variant, kernels })
     }
 
-    /// Returns the forward kernel for tiles of few rows or many, with `ranges` ranges of keys.
-    pub(crate) fn forward(&self, has_few_rows: bool, ranges: u32) -> &Kernel {
-        if has_few_rows {
-            return &self.forward_decode;
-        }
-        self.forward_split.as_ref().filter(|_| ranges > 1).unwrap_or(&self.forward)
+    /// Returns the kernel of this name.
+    pub(crate) fn get(&self, name: &str) -> Result<&Kernel> {
+        let missing = || Error::internal(format!("{} has no kernel {name}", self.variant));
+        self.kernels.get(name).ok_or_else(missing)
     }
+
+    /// Queues the kernel of this name.
+    ///
+    /// # Errors
+    /// As [`Kernel::launch`].
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`], except that addresses of buffers stay valid: memory is freed only
+    /// after queued work.
+    pub(crate) unsafe fn launch<T>(
+        &self,
+        stream: &Stream,
+        name: &str,
+        grid: [u64; 3],
+        arguments: &T,
+    ) -> Result<()> {
+        // SAFETY: as required of the caller.
+        unsafe { self.get(name)?.launch(stream, grid, self.variant.threads(name), arguments) }
+    }
+}
+
+/// Kernels that serve one spec.
+#[derive(Debug, Clone)]
+pub(crate) struct Kernels {
+    pub(crate) general: Arc<VariantKernels>,
+    /// True if those on tensor cores serve the spec: 16-bit elements, normalized outputs. The
+    /// gradient of an unnormalized output flows through the row maximum, which backward finds only
+    /// if its scores equal those of forward bit for bit.
+    pub(crate) on_matrices: bool,
+    /// Present at [`crate::Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
+    pub(crate) warpgroup: Option<Arc<VariantKernels>>,
+    /// Likewise, for [`Variant::backward_on_warpgroups`].
+    pub(crate) backward_warpgroup: Option<Arc<VariantKernels>>,
+    /// Fewest rows for which warpgroups are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
+    pub(crate) min_rows: usize,
+    /// Most blocks of a forward launch on warpgroups, which fetch tiles until all are computed.
+    pub(crate) most_blocks: usize,
 }
 
 impl Kernels {
     /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries of
-    /// `heads` query heads that may share a tile.
-    pub(crate) fn warpgroup_for(&self, queries: usize, heads: usize) -> Option<&WarpgroupKernels> {
-        self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, heads))
+    /// `heads` query heads that may share a tile faster than level matrix: fewer rows leave most
+    /// of a tile empty (estimated, not measured).
+    pub(crate) fn warpgroup_for(&self, queries: usize, heads: usize) -> Option<&VariantKernels> {
+        self.warpgroup.as_deref().filter(|_| queries * heads >= self.min_rows)
     }
 
     /// Returns the backward kernels on warpgroups if they serve a pass over `queries` queries of
     /// each head: fewer than a tile would leave most of its rows empty.
-    pub(crate) fn backward_warpgroup_for(
-        &self,
-        queries: usize,
-    ) -> Option<Arc<BackwardWarpgroupKernels>> {
-        self.backward_warpgroup.clone().filter(|kernels| queries >= kernels.min_rows.max(1))
-    }
-
-    /// Returns the tensor-core kernels if they serve this spec.
-    pub(crate) fn matrix_for(&self, spec: &Spec) -> Option<&MatrixKernels> {
-        self.matrix.as_ref().filter(|_| spec.normalize)
-    }
-
-    /// Compiles and loads the general kernels. [`Level::Plain`] omits those on tensor cores.
-    pub(crate) fn new(
-        device: &Device,
-        compiler: &Compiler,
-        variant: Variant,
-        level: Level,
-        edit: Option<SourceEdit>,
-    ) -> Result<Self> {
-        let module = load(device, compiler, variant, edit)?;
-        let has_matrix = variant.has_matrix() && level >= Level::Matrix;
-        Ok(Self {
-            variant,
-            warpgroup: None,
-            backward_warpgroup: None,
-            forward: module.kernel("forward")?,
-            matrix: has_matrix.then(|| MatrixKernels::new(&module, variant)).transpose()?,
-            finish_forward: module.kernel("finish_forward")?,
-            merge_splits: module.kernel("merge_splits")?,
-            begin_backward: module.kernel("begin_backward")?,
-            backward_queries: module.kernel("backward_queries")?,
-            backward_keys: module.kernel("backward_keys")?,
-            bias_gradient: module.kernel("bias_gradient")?,
-            sink_gradient: module.kernel("sink_gradient")?,
-            copy_elements: module.kernel("copy_elements")?,
-            round_sums: module.kernel("round_sums")?,
-            copy_sums: module.kernel("copy_sums")?,
-            copy_statistics: module.kernel("copy_statistics")?,
-            fill_sums: module.kernel("fill_sums")?,
-            combine_records: module.kernel("combine_records")?,
-            copy_ranges: module.kernel("copy_ranges")?,
-        })
+    pub(crate) fn backward_warpgroup_for(&self, queries: usize) -> Option<Arc<VariantKernels>> {
+        self.backward_warpgroup.clone().filter(|_| queries >= self.min_rows.max(1))
     }
 }

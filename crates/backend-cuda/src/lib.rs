@@ -7,16 +7,15 @@
 //!
 //! | role | file |
 //! |---|---|
-//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
-//! | [`annulus_core::ForwardPass`]: tiles | `forward.rs` |
-//! | forward: choice of tiles, GQA packing; ranges of keys | `forward_tiles.rs`; `key_ranges.rs` |
-//! | forward: row epilogue | `finish.rs` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] and its memory | `backend.rs`, `state.rs` |
+//! | [`annulus_core::ForwardPass`]: tiles, row epilogue | `forward.rs` |
+//! | forward: choice of tiles, GQA packing, ranges of keys | `forward_tiles.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, dQ, dbias, dK and dV, end | `backward.rs` |
 //! | backward on warpgroups: statistics, kernels | `backward_warpgroup.rs` |
-//! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
+//! | stream, kernels and masks of both passes | `pass_context.rs` |
 //! | block-sparse mask, numbers of keys | `block_mask.rs` |
 //! | wire records; kernel arguments, tensor maps for TMA | `records.rs`; `arguments.rs` |
-//! | levels and variants; compilation; loading | `variant.rs`; `programs.rs`; `kernels.rs` |
+//! | levels and variants; compilation, loading | `variant.rs`; `kernels.rs` |
 //!
 //! Level `plain` computes with scalar multiply-adds on any architecture. It serves f64, f32, the
 //! bias gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
@@ -40,23 +39,19 @@ mod backend;
 mod backward;
 mod backward_warpgroup;
 mod block_mask;
-mod finish;
 mod forward;
 mod forward_tiles;
 mod kernels;
-mod key_ranges;
 mod pass_context;
-mod programs;
 mod records;
 mod state;
 mod variant;
-mod workspace;
 
 pub use annulus_device_cuda as device;
 pub use backend::Cuda;
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
-pub use programs::{SourceEdit, compile};
+pub use kernels::{SourceEdit, compile};
+pub use state::CudaWorkspace;
 pub use variant::Level;
 pub use variant::{Family, Variant};
-pub use workspace::CudaWorkspace;

@@ -4,19 +4,18 @@ use std::sync::Arc;
 
 use annulus_core::{
     BiasOrder, Block, DType, Dims, DropoutMask, Error, Inputs, Passes, RankShard, Result, Rows,
-    Spec, View,
+    SinkShape, Spec, View,
 };
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use crate::{
     arguments::{
         AttentionArguments, BIAS_BEFORE_CAP, Fill, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES,
-        UNNORMALIZED, by_head, tensor,
+        PARTIAL, RowArguments, UNNORMALIZED, by_head, tensor,
     },
-    block_mask::{BlockMask, BlockMaskCache, MaskForm, to_u32},
-    forward_tiles::ForwardTiles,
-    kernels::{Kernels, THREADS, grid_of},
-    key_ranges::RangeLimits,
+    block_mask::{BlockMask, BlockMaskCache, MaskForm, lengths, to_u32},
+    forward_tiles::{ForwardTiles, RangeLimits},
+    kernels::{Kernels, grid_of},
 };
 
 /// Part of a workspace that forward and backward passes share.
@@ -42,17 +41,12 @@ impl PassContext {
         shard: &RankShard,
         passes: Passes,
     ) -> Result<Self> {
-        let upload = |bytes: &[u8]| -> Result<CudaBuffer> {
-            let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
-            // SAFETY: the buffer is new and as long as the bytes.
-            unsafe { stream.copy_to_device(buffer.address(), bytes)? };
-            Ok(buffer)
-        };
         let slopes = slopes(&shard.spec)?.map(|slopes| {
             let bytes: Vec<u8> = slopes.iter().flat_map(|slope| slope.to_ne_bytes()).collect();
-            upload(&bytes)
+            CudaBuffer::filled(stream, &bytes)
         });
-        let tile_counter = kernels.warpgroup.as_ref().map(|_| upload(&[0; size_of::<u32>()]));
+        let tile_counter =
+            kernels.warpgroup.as_ref().map(|_| CudaBuffer::filled(stream, &[0; size_of::<u32>()]));
         Ok(Self {
             stream: stream.clone(),
             forward_tiles: ForwardTiles::of(&kernels, shard),
@@ -133,9 +127,37 @@ impl PassContext {
     pub(crate) fn fill(&self, buffer: &CudaBuffer, value: f64) -> Result<()> {
         let count = buffer.len() / self.sums().bytes() as u64;
         let arguments = Fill { at: buffer.address(), count, value };
-        let kernel = &self.kernels.fill_sums;
-        // SAFETY: the buffer holds `count` sums; memory is freed only after queued work.
-        unsafe { kernel.launch(&self.stream, grid_of(count), THREADS, &arguments) }
+        // SAFETY: the buffer holds `count` sums.
+        unsafe { self.launch("fill_sums", grid_of(count), &arguments) }
+    }
+
+    /// Queues the general kernel of this name.
+    ///
+    /// # Errors
+    /// As [`annulus_device_cuda::Kernel::launch`].
+    ///
+    /// # Safety
+    /// As [`crate::kernels::VariantKernels::launch`].
+    pub(crate) unsafe fn launch<T>(&self, name: &str, grid: [u64; 3], arguments: &T) -> Result<()> {
+        // SAFETY: as required of the caller.
+        unsafe { self.kernels.general.launch(&self.stream, name, grid, arguments) }
+    }
+
+    /// Common arguments of the row kernels.
+    pub(crate) fn row_arguments(&self) -> Result<RowArguments> {
+        let spec = self.spec();
+        let lines = |sinks: SinkShape| if sinks.per_head { spec.dims.q_heads } else { 1 };
+        let flag = |holds: bool, flag: u32| if holds { flag } else { 0 };
+        Ok(RowArguments {
+            queries: to_u32(self.queries())?,
+            batches: to_u32(spec.dims.batch)?,
+            q_heads: to_u32(spec.dims.q_heads)?,
+            value_dim: to_u32(spec.dims.value_dim)?,
+            sinks_count: to_u32(spec.sinks.map_or(0, |sinks| sinks.count))?,
+            sinks_lines: to_u32(spec.sinks.map_or(0, lines))?,
+            flags: flag(!spec.normalize, UNNORMALIZED) | flag(spec.partial, PARTIAL),
+            ..RowArguments::default()
+        })
     }
 
     /// Arguments common to all tile kernels and blocks; the caller sets operands and outputs.
@@ -155,7 +177,6 @@ impl PassContext {
             | flag(dropout.is_some(), HAS_DROPOUT)
             | flag(!spec.normalize, UNNORMALIZED)
             | flag(self.slopes.is_some(), HAS_SLOPES);
-        let shape = local_bias(&self.shard).unwrap_or([1; 4]);
         Ok(AttentionArguments {
             bias: bias.unwrap_or_default(),
             slopes: self.slopes.as_ref().map_or(0, CudaBuffer::address),
@@ -173,12 +194,7 @@ impl PassContext {
             dropout_threshold: dropout.as_ref().map_or(0, DropoutMask::threshold),
             dropout_first_head: to_u32(dropout_first_head)?,
             dropout_q_heads: to_u32(dropout_q_heads)?,
-            bias_shape: [
-                to_u32(shape[0])?,
-                to_u32(shape[1])?,
-                to_u32(shape[2])?,
-                to_u32(shape[3])?,
-            ],
+            bias_shape: lengths(local_bias(&self.shard).unwrap_or([1; 4]))?,
             ..AttentionArguments::default()
         })
     }

@@ -3,13 +3,14 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Reduction, Result, RowSet, Spec, View,
+    BackwardInputs, Block, Dims, Error, Inputs, RangePairs, Reduction, Result, RowLayout, RowSet,
+    Spec, View,
 };
-use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
     arguments::{Combine, CopyArguments, TensorArgument, field, is_tma_readable, tensor},
-    block_mask::to_u32,
+    block_mask::{lengths, to_u32},
     kernels::{MAX_BLOCKS, THREADS, grid_of},
     pass_context::PassContext,
 };
@@ -17,20 +18,15 @@ use crate::{
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.
 pub(crate) fn copy(
     context: &PassContext,
-    kernel: &Kernel,
+    kernel: &str,
     from: TensorArgument,
     to: TensorArgument,
     shape: [usize; 4],
 ) -> Result<()> {
     let elements = shape.iter().map(|&len| len as u64).product();
-    let mut lengths = [0; 4];
-    for (length, &len) in lengths.iter_mut().zip(&shape) {
-        *length = to_u32(len)?;
-    }
-    let arguments = CopyArguments { from, to, shape: lengths };
-    // SAFETY: the engine has checked both tensors against this shape; memory is freed only after
-    // queued work.
-    unsafe { kernel.launch(&context.stream, grid_of(elements), THREADS, &arguments) }
+    let arguments = CopyArguments { from, to, shape: lengths(shape)? };
+    // SAFETY: the engine has checked both tensors against this shape.
+    unsafe { context.launch(kernel, grid_of(elements), &arguments) }
 }
 
 /// True if kernels read K and V of this rank where the caller has them: no other rank reads a
@@ -72,18 +68,10 @@ pub(crate) fn pack_kv(
     inputs: &Inputs<View<'_, CudaSpace>>,
     into: &CudaBuffer,
 ) -> Result<Event> {
-    let spec = context.spec();
-    let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
-    let record = spec.kv_row_layout();
-    let rows = context.shard.keys.len();
-    into.wait_on(&context.stream)?;
-    for (index, (view, dim)) in
-        [(&inputs.k, head_dim), (&inputs.v, value_dim)].into_iter().enumerate()
-    {
-        let to = field(into.address(), &record, index, spec.dtype.bytes());
-        let shape = [batch, rows, kv_heads, dim];
-        copy(context, &context.kernels.copy_elements, tensor(view), to, shape)?;
-    }
+    let Dims { batch, kv_heads, head_dim, value_dim, .. } = context.spec().dims;
+    let shape = [batch, context.shard.keys.len(), kv_heads];
+    let views = [(&inputs.k, head_dim), (&inputs.v, value_dim)];
+    pack(context, &context.spec().kv_row_layout(), views, shape, into)?;
     context.record_use(&[into])
 }
 
@@ -94,23 +82,33 @@ pub(crate) fn pack_queries(
     statistics: TensorArgument,
     into: &CudaBuffer,
 ) -> Result<Event> {
-    let spec = context.spec();
-    let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
-    let record = spec.query_row_layout();
-    let rows = context.queries();
-    into.wait_on(&context.stream)?;
-    for (index, (view, dim)) in
-        [(&inputs.forward.q, head_dim), (&inputs.dout, value_dim)].into_iter().enumerate()
-    {
-        let to = field(into.address(), &record, index, spec.dtype.bytes());
-        let shape = [batch, rows, q_heads, dim];
-        copy(context, &context.kernels.copy_elements, tensor(view), to, shape)?;
-    }
+    let Dims { batch, q_heads, head_dim, value_dim, .. } = context.spec().dims;
+    let record = context.spec().query_row_layout();
+    let [batch, rows, heads] = [batch, context.queries(), q_heads];
+    let views = [(&inputs.forward.q, head_dim), (&inputs.dout, value_dim)];
+    pack(context, &record, views, [batch, rows, heads], into)?;
     // in 2-byte units, because a record's statistics are only 2-byte aligned
     let to = field(into.address(), &record, 2, 2);
-    let shape = [batch, rows, q_heads, Spec::ROW_STATISTICS];
-    copy(context, &context.kernels.copy_statistics, statistics, to, shape)?;
+    let shape = [batch, rows, heads, Spec::ROW_STATISTICS];
+    copy(context, "copy_statistics", statistics, to, shape)?;
     context.record_use(&[into])
+}
+
+/// Writes the first two fields of records, from views of `[batch, rows, heads]` and their dims.
+fn pack(
+    context: &PassContext,
+    record: &RowLayout,
+    views: [(&View<'_, CudaSpace>, usize); 2],
+    [batch, rows, heads]: [usize; 3],
+    into: &CudaBuffer,
+) -> Result<()> {
+    into.wait_on(&context.stream)?;
+    let bytes = context.spec().dtype.bytes();
+    for (index, (view, dim)) in views.into_iter().enumerate() {
+        let to = field(into.address(), record, index, bytes);
+        copy(context, "copy_elements", tensor(view), to, [batch, rows, heads, dim])?;
+    }
+    Ok(())
 }
 
 /// Grid for `ranges` ranges, the longest of which has `sums` sums: blocks along x are ranges, along
@@ -164,11 +162,10 @@ pub(crate) fn reduce(
         add: (reduction == Reduction::Add).into(),
         reserved: 0,
     };
-    let kernel = &context.kernels.combine_records;
     let longest = pairs.iter().map(|(to, _)| to.end - to.start).max().unwrap_or(0);
     let grid = grid_of_ranges(pairs.len() as u64, longest * arguments.record_sums);
-    // SAFETY: the ranges were checked against the buffers, which are freed only after queued work.
-    unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
+    // SAFETY: the ranges were checked against the buffers.
+    unsafe { context.launch("combine_records", grid, &arguments)? };
     context.record_use(&[into, from])
 }
 

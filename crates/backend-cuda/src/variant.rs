@@ -8,6 +8,8 @@ use std::ffi::OsStr;
 use annulus_core::{DType, Error, Result, Spec};
 use annulus_device_cuda::{Architecture, Compiler, Device, ImageKind};
 
+use crate::kernels::THREADS;
+
 /// Kernels on tensor cores: forward, dQ, dK and dV.
 pub(crate) const MATRIX_KERNELS: [&str; 3] =
     ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
@@ -196,10 +198,15 @@ impl Variant {
         if self.dim <= 128 { 64 } else { 32 }
     }
 
-    /// Threads per block of a variant on warpgroups: one producer, and a consumer for each 64 rows
-    /// of a tile.
-    pub(crate) const fn warpgroup_threads(self) -> u32 {
-        128 * (1 + self.consumers() as u32)
+    /// Threads per block of one of its kernels. On tensor cores `FORWARD_THREADS` of
+    /// `kernels/forward_matrix.cuh` and `BACKWARD_THREADS` of `kernels/backward_matrix.cuh`; on
+    /// warpgroups one producer, and a consumer for each 64 rows of a tile.
+    pub(crate) fn threads(self, kernel: &str) -> u32 {
+        match self.family {
+            Family::General if GENERAL_KERNELS.contains(&kernel) => THREADS,
+            Family::General => 128,
+            _ => 128 * (1 + self.consumers() as u32),
+        }
     }
 
     const fn consumers(self) -> usize {

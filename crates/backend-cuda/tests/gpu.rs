@@ -5,9 +5,9 @@ mod common;
 
 use std::time::Duration;
 
-use annulus::{Attention, Dims, Setup, comm::ring::Ring};
+use annulus::{Attention, Dims};
 use annulus_comm::{
-    Deadline, Staged,
+    Deadline,
     nccl::Nccl,
     threads::{self, each_rank},
 };
@@ -18,7 +18,7 @@ use annulus_conformance::{
 use annulus_core::{DType, Error, Inputs, Outputs, Result};
 use annulus_cuda::{
     Cuda, Level, Variant,
-    device::{Architecture, CudaCopier, CudaSpace, CudaTensor},
+    device::{Architecture, CudaTensor},
 };
 use annulus_plan::Layout;
 use half::bf16;
@@ -161,27 +161,10 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
         (tensor(64, &first), tensor(dims.kv_len, &first), tensor(dims.kv_len, &|x| x as f32));
     let mut out = CudaTensor::uninitialized(stream, DType::Bf16, [1, 64, 1, 128]).unwrap();
     let mut lse = CudaTensor::uninitialized(stream, DType::F32, [1, 1, 64, 1]).unwrap();
-    let setup = Setup::from(Attention::new().dtype(DType::Bf16).forward_only(true));
-    let staged = Staged::<_, CudaSpace>::new(
-        threads::ring(1).remove(0),
-        CudaCopier::new(stream.device()).unwrap(),
-    );
-    let transport = Box::new(Deadline::new(staged, DEADLINE).unwrap());
-    let mut ring =
-        Ring::new(cuda.clone(), transport, setup.spec(dims), setup.ring_options()).unwrap();
-    let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
-    ring.forward(
-        &inputs,
-        &mut Outputs {
-            out: out.view_mut(),
-            lse: lse.view_mut(),
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        },
-    )
-    .unwrap();
+    let attention = Attention::new().dtype(DType::Bf16).forward_only(true);
+    let mut ring = common::ring(&cuda, &attention, dims).unwrap();
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    ring.forward(&inputs, &mut Outputs::new(out.view_mut(), lse.view_mut())).unwrap();
     let bytes = out.download().unwrap();
     let last: Vec<f32> = bytes[63 * 128 * 2..]
         .chunks_exact(2)

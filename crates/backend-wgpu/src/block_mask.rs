@@ -337,83 +337,86 @@ mod tests {
     use super::*;
     use annulus_core::{DType, Dims, Rows, TileRun, mask::Causal};
 
-    #[test]
-    fn lists_of_both_sides_have_the_same_pairs() {
-        let queries = Rows::counting(70, 5).unwrap();
-        let keys = Rows::counting(100, 0).unwrap();
-        let mask = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
-        let spec = Spec::new(Dims::new(1, 100, 1, 8), DType::F32);
-        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 70), keys: (0, 100) };
-        for owner in [ListOwner::Queries, ListOwner::Keys] {
-            let mut block_mask = ChunkMask::default();
-            block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
-            let owned = if owner == ListOwner::Queries { 3 } else { 4 };
-            let mut block_sparse = vec![vec![false; 100]; 70];
-            for own in 0..owned {
-                for run in block_mask.words[own]..block_mask.words[own + 1] {
-                    let at = (block_mask.runs + 3 * run) as usize;
-                    let (first, count, edge) =
-                        (block_mask.words[at], block_mask.words[at + 1], block_mask.words[at + 2]);
-                    for other in (first..first + count).map(|tile| tile as usize) {
-                        let (q, k) =
-                            if owner == ListOwner::Queries { (own, other) } else { (other, own) };
-                        for row in 0..TILE {
-                            let bits = block_mask.bits as usize + row;
-                            let word = if edge == TileRun::FULL {
-                                u32::MAX
-                            } else {
-                                block_mask.words[bits + TILE * edge as usize]
-                            };
-                            for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
-                                assert!(!block_sparse[q * TILE + row][k * TILE + key]);
-                                block_sparse[q * TILE + row][k * TILE + key] = true;
-                            }
-                        }
-                    }
+    /// The mask of the last `queries` of a causal sequence of `keys` rows.
+    fn of_last(queries: usize, keys: usize, owner: ListOwner, form: ListForm) -> ChunkMask {
+        let first = (keys - queries) as i64;
+        let queries_of = Rows::counting(queries as u64, first).unwrap();
+        let keys_of = Rows::counting(keys as u64, 0).unwrap();
+        let causal = Causal { offset: 0 };
+        let visibility = Visibility {
+            mask: &causal,
+            attention_mask: None,
+            queries: &queries_of,
+            keys: &keys_of,
+        };
+        let spec = Spec::new(Dims::new(1, keys, 1, 8), DType::F32);
+        let chunk =
+            WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, queries), keys: (0, keys) };
+        let mut mask = ChunkMask::default();
+        mask.rebuild(&spec, &visibility, &chunk, owner, form).unwrap();
+        mask
+    }
+
+    /// The tiles of a list and the numbers of their tile masks.
+    fn tiles(mask: &ChunkMask, list: usize) -> Vec<(usize, u32)> {
+        let runs = mask.words[list]..mask.words[list + 1];
+        let tiles = runs.flat_map(|run| {
+            let at = (mask.runs + 3 * run) as usize;
+            let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
+            (first..first + count).map(move |tile| (tile as usize, bits))
+        });
+        tiles.collect()
+    }
+
+    /// Requires that lists of tiles of `rows` queries, by `owner`, have each visible pair once.
+    fn has_each_pair_once(
+        mask: &ChunkMask,
+        owner: ListOwner,
+        rows: usize,
+        [queries, keys]: [usize; 2],
+    ) {
+        let mut counts = vec![vec![0; keys.next_multiple_of(TILE)]; queries.next_multiple_of(rows)];
+        let lists = match owner {
+            ListOwner::Queries => queries.div_ceil(rows),
+            ListOwner::Keys => keys.div_ceil(TILE),
+        };
+        for own in 0..lists {
+            for (other, bits) in tiles(mask, own) {
+                let (q, k) = if owner == ListOwner::Queries { (own, other) } else { (other, own) };
+                for row in 0..rows {
+                    let at = mask.bits as usize + row;
+                    let word = if bits == TileRun::FULL {
+                        u32::MAX
+                    } else {
+                        mask.words[at + rows * bits as usize]
+                    };
+                    (0..TILE)
+                        .filter(|key| word >> key & 1 != 0)
+                        .for_each(|key| counts[q * rows + row][k * TILE + key] += 1);
                 }
             }
-            for (q, line) in block_sparse.iter().enumerate() {
-                for (k, &block_sparse) in line.iter().enumerate() {
-                    assert_eq!(block_sparse, visibility.pair(0, 0, q, k), "{owner:?}: {q} {k}");
-                }
+        }
+        for (q, line) in counts[..queries].iter().enumerate() {
+            for (k, &count) in line[..keys].iter().enumerate() {
+                assert_eq!(count, u32::from(k <= q + keys - queries), "{owner:?}: {q} {k}");
             }
         }
     }
 
     #[test]
-    fn tall_tiles_list_the_keys_of_both_halves() {
-        let rows = Rows::counting(300, 0).unwrap();
-        let causal = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &causal, attention_mask: None, queries: &rows, keys: &rows };
-        let spec = Spec::new(Dims::new(1, 300, 1, 8), DType::F16);
-        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 300), keys: (0, 300) };
-        let mut mask = ChunkMask::default();
-        mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, ListForm::TALL).unwrap();
-        let mut pairs = vec![vec![false; 300]; 300];
-        for tile in 0..5 {
-            let runs = mask.words[tile]..mask.words[tile + 1];
-            for run in runs {
-                let at = (mask.runs + 3 * run) as usize;
-                let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
-                for (column, row) in
-                    (first..first + count).flat_map(|column| (0..64).map(move |row| (column, row)))
-                {
-                    let at = mask.bits as usize + 64 * bits as usize + row;
-                    let word = if bits == TileRun::FULL { u32::MAX } else { mask.words[at] };
-                    for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
-                        pairs[64 * tile + row][TILE * column as usize + key] = true;
-                    }
-                }
-            }
-            assert_eq!(mask.pairs(0, 0, tile), (2 * tile as u64 + 2).min(10));
+    fn lists_of_both_sides_have_the_same_pairs() {
+        for owner in [ListOwner::Queries, ListOwner::Keys] {
+            let mask = of_last(70, 100, owner, ListForm::DEFAULT);
+            has_each_pair_once(&mask, owner, TILE, [70, 100]);
         }
-        for (q, line) in pairs.iter().enumerate() {
-            for (k, &visible) in line.iter().enumerate() {
-                assert_eq!(visible, k <= q, "{q} {k}");
-            }
+    }
+
+    #[test]
+    fn tall_tiles_list_the_keys_of_both_halves() {
+        let mask = of_last(300, 300, ListOwner::Queries, ListForm::TALL);
+        has_each_pair_once(&mask, ListOwner::Queries, 64, [300, 300]);
+        for tile in 0..5 {
+            assert_eq!(mask.pairs(0, 0, tile), (2 * tile as u64 + 2).min(10));
         }
         // of each tile of queries the last keys are visible to the upper half only; of the last
         // one, of 44 queries, too
@@ -422,36 +425,21 @@ mod tests {
 
     #[test]
     fn ranges_divide_the_tiles_of_a_list() {
-        let queries = Rows::counting(40, 960).unwrap();
-        let keys = Rows::counting(1000, 0).unwrap();
-        let mask = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
-        let spec = Spec::new(Dims::new(1, 1000, 1, 8), DType::F32);
-        let chunk = WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 40), keys: (0, 1000) };
-        let tiles = |form: ListForm| {
-            let mut mask = ChunkMask::default();
-            mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, form).unwrap();
-            let lists = mask.runs as usize - 1;
-            let of_list = |list: usize| -> Vec<(u32, bool)> {
-                let runs = mask.words[list]..mask.words[list + 1];
-                runs.flat_map(|run| {
-                    let at = (mask.runs + 3 * run) as usize;
-                    let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
-                    (first..first + count).map(move |tile| (tile, bits == TileRun::FULL))
-                })
-                .collect()
-            };
-            for list in 0..lists {
-                assert_eq!(mask.pairs(0, 0, list), of_list(list).len() as u64);
+        let lists = |form: ListForm| {
+            let mask = of_last(40, 1000, ListOwner::Queries, form);
+            let all: Vec<_> = (0..mask.runs as usize - 1).map(|list| tiles(&mask, list)).collect();
+            for (list, tiles) in all.iter().enumerate() {
+                assert_eq!(mask.pairs(0, 0, list), tiles.len() as u64);
             }
-            (mask.ranges, (0..lists).map(of_list).collect::<Vec<_>>())
+            let is_full = |(tile, bits): &(usize, u32)| (*tile, *bits == TileRun::FULL);
+            let all = all.iter().map(|list| list.iter().map(is_full).collect::<Vec<_>>());
+            (mask.ranges, all.collect::<Vec<_>>())
         };
         // four tiles of ten queries
         let whole = ListForm { queries: 10, ..ListForm::DEFAULT };
-        let (ranges, want) = tiles(whole);
+        let (ranges, want) = lists(whole);
         assert_eq!((ranges, want.len()), (1, 4));
-        let (ranges, got) = tiles(ListForm { most_ranges: 3, ..whole });
+        let (ranges, got) = lists(ListForm { most_ranges: 3, ..whole });
         assert_eq!((ranges, got.len()), (3, 12));
         for (want, got) in want.iter().zip(got.chunks(3)) {
             assert_eq!(*want, got.concat());
@@ -462,46 +450,21 @@ mod tests {
     #[test]
     fn a_token_takes_as_many_words_for_any_number_of_keys() {
         // a tile of one query is partial everywhere, because it has fewer queries than a tile
-        let words = |keys: usize| {
-            let queries = Rows::counting(1, keys as i64 - 1).unwrap();
-            let all = Rows::counting(keys as u64, 0).unwrap();
-            let mask = Causal { offset: 0 };
-            let visibility =
-                Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &all };
-            let spec = Spec::new(Dims::new(1, keys, 1, 8), DType::F32);
-            let chunk =
-                WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, 1), keys: (0, keys) };
-            let mut mask = ChunkMask::default();
-            let form = ListForm { queries: 16, most_ranges: 4 };
-            mask.rebuild(&spec, &visibility, &chunk, ListOwner::Queries, form).unwrap();
-            (mask.words, mask.pairs)
-        };
+        let form = ListForm { queries: 16, most_ranges: 4 };
         // the last keys have a tile mask of their own
-        let (few, few_pairs) = words(1001);
-        let (many, many_pairs) = words(64_001);
-        assert_eq!(few.len(), many.len());
-        assert_eq!(few_pairs.iter().sum::<u32>(), 32);
-        assert_eq!(many_pairs.iter().sum::<u32>(), 2001);
+        let [few, many] = [1001, 64_001].map(|keys| of_last(1, keys, ListOwner::Queries, form));
+        assert_eq!(few.words.len(), many.words.len());
+        assert_eq!(few.pairs.iter().sum::<u32>(), 32);
+        assert_eq!(many.pairs.iter().sum::<u32>(), 2001);
         // starts of four ranges, five runs, two masks
-        assert_eq!(few.len(), 5 + 3 * 5 + 2 * 16);
+        assert_eq!(few.words.len(), 5 + 3 * 5 + 2 * 16);
     }
 
     #[test]
     fn lists_grow_with_rows() {
-        let words = |rows: usize, owner: ListOwner| {
-            let all = Rows::counting(rows as u64, 0).unwrap();
-            let mask = Causal { offset: 0 };
-            let visibility =
-                Visibility { mask: &mask, attention_mask: None, queries: &all, keys: &all };
-            let spec = Spec::new(Dims::new(1, rows, 1, 8), DType::F32);
-            let chunk =
-                WorkChunk { batches: (0, 1), heads: (0, 1), queries: (0, rows), keys: (0, rows) };
-            let mut block_mask = ChunkMask::default();
-            block_mask.rebuild(&spec, &visibility, &chunk, owner, ListForm::DEFAULT).unwrap();
-            block_mask.words.len()
-        };
         for owner in [ListOwner::Queries, ListOwner::Keys] {
-            let [small, large] = [4096, 8192].map(|rows| words(rows, owner));
+            let [small, large] =
+                [4096, 8192].map(|rows| of_last(rows, rows, owner, ListForm::DEFAULT).words.len());
             let grows_with_rows = |small: usize, large: usize| 10 * large <= 21 * small;
             assert!(grows_with_rows(small, large), "{owner:?}: {small} words, then {large}");
             // two words per pair of visible tiles would exceed the bound

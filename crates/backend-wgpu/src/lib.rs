@@ -3,23 +3,22 @@
 //!
 //! | role | file |
 //! |---|---|
-//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs` |
 //! | state of a rank and of a pass; accumulators in several buffers | `pass_context.rs` |
-//! | forward pass: tiles | `forward.rs` |
-//! | backward pass: prologue; dQ and dbias; dK and dV | `backward.rs` |
+//! | forward pass: tiles; backward pass: prologue; dQ and dbias; dK and dV | `passes.rs` |
 //! | epilogues of both | `finish.rs` |
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
 //! | few queries: packed heads, ranges of keys | `split_kv.rs` |
-//! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
+//! | operands; strided copies, wire records | `operands.rs`; `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
-//! | adapters and limits, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
+//! | adapters, limits and levels; device, pipelines | `adapter.rs`; `device.rs`, `pipelines.rs` |
 //! | devices open and close one at a time; locks | `open_device.rs` |
-//! | command batches | `launch.rs` |
-//! | their order, proof that they ran, idle staging buffers; waits for them | `submissions.rs`; `queue.rs` |
-//! | work per submission | `parts.rs`, `pacing.rs` |
-//! | errors, timing | `errors.rs`, `stopwatch.rs` |
-//! | levels; register and query tiles, and the default of all | `level.rs`; `choice.rs` |
+//! | command batches, timing | `launch.rs` |
+//! | their order, proof that they ran, idle staging buffers; waits for them | `queue.rs` |
+//! | work per submission | `chunks.rs`, `pacing.rs` |
+//! | errors | `errors.rs` |
+//! | register and query tiles, and the defaults of these and of levels | `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
@@ -40,7 +39,6 @@
 
 mod adapter;
 mod backend;
-mod backward;
 mod block_mask;
 mod choice;
 mod chunks;
@@ -48,44 +46,35 @@ mod copy;
 mod device;
 mod errors;
 mod finish;
-mod forward;
 mod kernels;
 mod launch;
-mod level;
 mod memory;
 mod memory_model;
 mod open_device;
 mod operands;
 mod pacing;
-mod parts;
 mod pass_context;
+mod passes;
 mod pipelines;
 mod probe;
 mod queue;
-mod records;
 mod split_kv;
 mod staged;
 mod staging;
-mod stopwatch;
-mod submissions;
 mod tiles;
-mod workspace;
 
-pub use adapter::{Adapter, NO_ADAPTER};
-pub use backend::Wgpu;
-pub use backward::WgpuBackward;
+pub use adapter::{Adapter, Level, NO_ADAPTER};
+pub use backend::{Wgpu, WgpuWorkspace};
 pub use choice::QueryTileSize;
 pub use choice::RegisterTile;
 pub use device::{Gpu, Options, PATIENCE};
-pub use forward::WgpuForward;
 pub use kernels::offline::KernelText;
-pub use level::Level;
+pub use launch::Stopwatch;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use memory_model::Translation;
+pub use passes::{WgpuBackward, WgpuForward};
 pub use pipelines::{KernelEdit, Translate, runtime_checks};
 pub use staged::{Copier, Download, Upload};
 pub use staging::TransferredBytes;
-pub use stopwatch::Stopwatch;
 pub use wgpu;
-pub use workspace::WgpuWorkspace;

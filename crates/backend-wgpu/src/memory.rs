@@ -120,7 +120,7 @@ impl GpuBuffer {
     /// # Errors
     /// [`Error::InvalidArgument`].
     pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<()> {
-        if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere("block", &self.gpu, gpu)) }
+        check_same("block", &self.gpu, gpu)
     }
 }
 
@@ -140,15 +140,18 @@ impl Drop for Tensor {
     }
 }
 
-/// Error for memory of another device, or of the same adapter opened a second time.
-fn elsewhere(argument: &str, has: &Gpu, wants: &Gpu) -> Error {
+/// Refuses memory of another device, or of the same adapter opened a second time.
+fn check_same(argument: &str, has: &Gpu, wants: &Gpu) -> Result<()> {
+    if has.is(wants) {
+        return Ok(());
+    }
     let what = |gpu: &Gpu| format!("memory of {}", gpu.name());
     let want = if has.name() == wants.name() {
         "memory of the plan's own opening of that device".to_owned()
     } else {
         what(wants)
     };
-    Error::invalid(argument, what(has), want)
+    Err(Error::invalid(argument, what(has), want))
 }
 
 /// A dense tensor in device memory, last axis contiguous.
@@ -166,10 +169,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::Unsupported`] for f64.
     pub fn zeros(gpu: &Gpu, shape: [usize; 4], dtype: DType) -> Result<Self> {
-        if dtype == DType::F64 {
-            return Err(Error::unsupported("f64", "wgpu"));
-        }
-        let bytes = shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64;
+        let bytes = bytes_of(dtype, shape)?;
         // wgpu zero-initializes buffers
         let buffer = gpu.create_buffer("tensor", bytes, USAGE)?;
         Ok(Self { gpu: gpu.clone(), buffer, dtype, shape })
@@ -182,23 +182,14 @@ impl Tensor {
     /// [`Error::InvalidArgument`] if the buffer is too small or lacks a usage,
     /// [`Error::Unsupported`] for f64.
     pub fn adopt(gpu: &Gpu, buffer: wgpu::Buffer, shape: [usize; 4], dtype: DType) -> Result<Self> {
-        if dtype == DType::F64 {
-            return Err(Error::unsupported("f64", "wgpu"));
-        }
-        let bytes = shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64;
+        let bytes = bytes_of(dtype, shape)?;
         if buffer.size() < bytes.max(4).next_multiple_of(4) {
-            return Err(Error::invalid(
-                "buffer",
-                format!("{} bytes", buffer.size()),
-                format!("{bytes}, in whole words"),
-            ));
+            let got = format!("{} bytes", buffer.size());
+            return Err(Error::invalid("buffer", got, format!("{bytes}, in whole words")));
         }
         if !buffer.usage().contains(USAGE) {
-            return Err(Error::invalid(
-                "buffer",
-                format!("{:?}", buffer.usage()),
-                format!("{USAGE:?}"),
-            ));
+            let got = format!("{:?}", buffer.usage());
+            return Err(Error::invalid("buffer", got, format!("{USAGE:?}")));
         }
         Ok(Self { gpu: gpu.clone(), buffer, dtype, shape })
     }
@@ -220,7 +211,10 @@ impl Tensor {
         let elements = dense
             .as_slice()
             .ok_or_else(|| Error::internal("a dense copy of a tensor is not contiguous"))?;
-        self.write(bytemuck::cast_slice(elements), tick)
+        let bytes: &[u8] = bytemuck::cast_slice(elements);
+        // an upload of 0 bytes has no pieces
+        let size = (bytes.len() as u64).next_multiple_of(4);
+        self.gpu.write(&self.buffer, bytes, &[(0..size, 0)], tick)
     }
 
     /// Rounds numbers to `dtype` and uploads them.
@@ -245,7 +239,7 @@ impl Tensor {
             return Err(Error::invalid("dtype", T::DTYPE, self.dtype));
         }
         let mut elements = Vec::with_capacity(self.shape.iter().product());
-        self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+        self.gpu.read(&self.buffer, bytes_of(self.dtype, self.shape)?, |bytes| {
             let begin = elements.len();
             elements.resize(begin + bytes.len() / size_of::<T>(), T::zeroed());
             bytemuck::cast_slice_mut(&mut elements[begin..]).copy_from_slice(bytes);
@@ -257,9 +251,10 @@ impl Tensor {
     /// Downloads the tensor into a host tensor of the same type and shape. Ticks meanwhile; returns
     /// early if the tick breaks.
     fn read_into<T: Element>(&self, into: &mut ArrayViewMut4<'_, T>, tick: Tick<'_>) -> Result<()> {
+        let bytes = bytes_of(self.dtype, self.shape)?;
         if let Some(elements) = into.as_slice_mut() {
             let mut rest: &mut [u8] = bytemuck::cast_slice_mut(elements);
-            return self.gpu.read_with(&self.buffer, self.bytes(), tick, |bytes| {
+            return self.gpu.read_with(&self.buffer, bytes, tick, |bytes| {
                 let (part, after) = std::mem::take(&mut rest)
                     .split_at_mut_checked(bytes.len())
                     .ok_or_else(|| Error::internal("a download is longer than its tensor"))?;
@@ -269,7 +264,7 @@ impl Tensor {
             });
         }
         let mut elements = into.iter_mut();
-        self.gpu.read_with(&self.buffer, self.bytes(), tick, |bytes| {
+        self.gpu.read_with(&self.buffer, bytes, tick, |bytes| {
             for (bytes, into) in bytes.chunks_exact(size_of::<T>()).zip(&mut elements) {
                 *into = bytemuck::pod_read_unaligned(bytes);
             }
@@ -295,7 +290,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::InvalidArgument`] naming `argument`.
     pub(crate) fn check_on(&self, gpu: &Gpu, argument: &str) -> Result<()> {
-        if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere(argument, &self.gpu, gpu)) }
+        check_same(argument, &self.gpu, gpu)
     }
 
     /// Checks that the tensor belongs to this device and has the type and shape of a host tensor.
@@ -311,18 +306,17 @@ impl Tensor {
         let describe = |(dtype, shape): (DType, [usize; 4])| format!("{shape:?} of {dtype}");
         Err(Error::invalid("tensor", describe(host), describe(device)))
     }
+}
 
-    fn bytes(&self) -> u64 {
-        self.shape.iter().map(|&len| len as u64).product::<u64>() * self.dtype.bytes() as u64
+/// Returns the bytes of a dense tensor.
+///
+/// # Errors
+/// [`Error::Unsupported`] for f64.
+fn bytes_of(dtype: DType, shape: [usize; 4]) -> Result<u64> {
+    if dtype == DType::F64 {
+        return Err(Error::unsupported("f64", "wgpu"));
     }
-
-    fn write(&self, bytes: &[u8], tick: Tick<'_>) -> Result<()> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        let size = (bytes.len() as u64).next_multiple_of(4);
-        self.gpu.write(&self.buffer, bytes, &[(0..size, 0)], tick)
-    }
+    Ok(shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64)
 }
 
 /// Checks that all tensors belong to this device.

@@ -178,19 +178,7 @@ mod tests {
     use std::ops::ControlFlow;
 
     use super::*;
-    use crate::{Options, staging::pooled};
-
-    /// A device, or `None` if there is none.
-    fn gpu() -> Option<Gpu> {
-        if Gpu::list().is_empty() {
-            let required = std::env::var("ANNULUS_REQUIRE")
-                .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
-            assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
-            eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
-            return None;
-        }
-        Some(Gpu::open(&Options::default()).unwrap())
-    }
+    use crate::{Options, queue::tests::gpu, staging::pooled};
 
     fn host(bytes: impl Iterator<Item = u8>) -> HostBuffer {
         let bytes: Vec<u8> = bytes.collect();
@@ -218,7 +206,7 @@ mod tests {
     /// buffer is created.
     #[test]
     fn staging_reuses_its_buffers() {
-        let Some(gpu) = gpu() else { return };
+        let Some(gpu) = gpu(&Options::default()) else { return };
         let mut copier = Copier::new(gpu.clone());
         let into = GpuBuffer::new(&gpu, "block", 1000).unwrap();
         let ways: [&[Range<u64>]; 2] = [&[0..400, 600..604], &[2..306, 410..412, 700..798]];

@@ -17,7 +17,7 @@ use crate::{
     device::Gpu,
     open_device::lock,
     pacing::QueueSilence,
-    submissions::{Receipt, StagingPools, keep, take_fitting},
+    queue::{Receipt, StagingPools, keep, take_fitting},
 };
 
 /// Bytes of a staging buffer for tensors: large beside the cost of a submission (64 MiB take 4 ms

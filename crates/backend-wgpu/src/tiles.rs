@@ -11,7 +11,9 @@ use crate::{
     QueryTileSize,
     block_mask::{ChunkMask, ListForm, ListOwner, WorkChunk, max_words_per_tile},
     choice::{LaunchShape, TileChoice},
-    chunks::{ProblemSize, element_span, first_element, most_list_words},
+    chunks::{
+        ProblemSize, Workgroups, element_span, first_element, flops_per_tile_pair, most_list_words,
+    },
     copy::ElementStrides,
     device::Gpu,
     kernels::{
@@ -20,7 +22,6 @@ use crate::{
     },
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Operand, Operands, TileKernel},
-    parts::{Workgroups, flops_per_tile_pair},
     pass_context::{RankKernels, RowBuffers},
     split_kv::{MergeTarget, RangeResults, RangeShape},
 };

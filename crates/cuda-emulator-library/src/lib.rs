@@ -3,7 +3,7 @@
 //! `libnvrtc.so.13` into a folder of `LD_LIBRARY_PATH`, it tests a program that was built for real
 //! GPUs, and whatever calls the driver beside it. It has none of NCCL.
 
-use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use annulus_cuda_emulator::{compiler_symbols, symbols};
 use annulus_device_cuda::cudarc::{
@@ -50,7 +50,6 @@ export! {
     copy_to_device = cuMemcpyHtoDAsync_v2(a: CUdeviceptr, b: *const c_void, c: usize, d: CUstream) -> CUresult;
     copy_to_host = cuMemcpyDtoHAsync_v2(a: *mut c_void, b: CUdeviceptr, c: usize, d: CUstream) -> CUresult;
     copy_on_device = cuMemcpyDtoDAsync_v2(a: CUdeviceptr, b: CUdeviceptr, c: usize, d: CUstream) -> CUresult;
-    fill = cuMemsetD8Async(a: CUdeviceptr, b: c_uchar, c: usize, d: CUstream) -> CUresult;
     stream_create = cuStreamCreate(a: *mut CUstream, b: c_uint) -> CUresult;
     stream_destroy = cuStreamDestroy_v2(a: CUstream) -> CUresult;
     stream_wait = cuStreamWaitEvent(a: CUstream, b: CUevent, c: c_uint) -> CUresult;

@@ -1,7 +1,7 @@
 //! Emulated driver functions. Every handle is the address of an object that its own function frees.
 
 use std::{
-    ffi::{c_char, c_int, c_uchar, c_uint, c_void},
+    ffi::{c_char, c_int, c_uint, c_void},
     process, ptr,
     sync::{
         Arc, Mutex,
@@ -49,7 +49,6 @@ pub fn symbols() -> Symbols {
         copy_to_device,
         copy_to_host,
         copy_on_device,
-        fill,
         stream_create,
         stream_destroy,
         stream_wait,
@@ -291,24 +290,6 @@ unsafe extern "C" fn copy_on_device(
         push(context, stream, move || {
             // SAFETY: both were checked and are freed only after queued work.
             unsafe { ptr::copy(from as *const u8, to as *mut u8, bytes) };
-            true
-        })
-    })
-}
-
-unsafe extern "C" fn fill(
-    to: CUdeviceptr,
-    byte: c_uchar,
-    bytes: usize,
-    stream: CUstream,
-) -> CUresult {
-    with_context(|context| {
-        if !lock(&context.memory).holds(to, bytes) {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
-        }
-        push(context, stream, move || {
-            // SAFETY: checked; freed only after queued work.
-            unsafe { ptr::write_bytes(to as *mut u8, byte, bytes) };
             true
         })
     })

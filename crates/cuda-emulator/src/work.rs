@@ -11,7 +11,7 @@ use std::{
 
 /// An item of work. Closures return true on success.
 pub(super) enum Work {
-    /// Copy, fill or kernel.
+    /// Copy or kernel.
     Run(Box<dyn FnOnce() -> bool + Send>),
     /// Operation that is attempted until it completes (`Some(success)`), blocking what follows it.
     Attempt(Box<dyn FnMut() -> Option<bool> + Send>),

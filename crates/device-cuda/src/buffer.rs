@@ -2,12 +2,15 @@
 //!
 //! Page-locked host memory, for asynchronous copies.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use annulus_core::{Error, HostMemory, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUresult};
 
-use crate::{Device, Event, Stream, context::Retired};
+use crate::{
+    Device, Event, Stream,
+    context::{Retired, lock},
+};
 
 /// Device memory, reference counted: a clone shares the same bytes.
 ///
@@ -60,6 +63,17 @@ impl CudaBuffer {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(out_of_memory()),
             error => Err(device.fail_in("cuMemAlloc", error)),
         }
+    }
+
+    /// Allocates a buffer of these bytes, which are copied in the order of `stream`.
+    ///
+    /// # Errors
+    /// As [`CudaBuffer::new`].
+    pub fn filled(stream: &Stream, bytes: &[u8]) -> Result<Self> {
+        let buffer = Self::new(stream.device(), bytes.len() as u64)?;
+        // SAFETY: the buffer is new and as long as the bytes.
+        unsafe { stream.copy_to_device(buffer.address(), bytes)? };
+        Ok(buffer)
     }
 
     /// Device of the memory.
@@ -115,12 +129,12 @@ impl CudaBuffer {
 
     /// Records `event` as the last use of the buffer.
     pub fn touched_before(&self, event: &Event) {
-        *self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner) = Some(event.clone());
+        *lock(&self.0.last_use) = Some(event.clone());
     }
 
     /// Returns the event after the last use of the buffer, if there was one.
     pub fn last_use(&self) -> Option<Event> {
-        self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0.last_use).clone()
     }
 
     /// Makes later work of `stream` wait for the last use of the buffer.
@@ -155,11 +169,13 @@ unsafe impl Sync for PinnedBuffer {}
 
 impl HostMemory for PinnedBuffer {
     fn bytes(&self) -> &[u8] {
-        Self::bytes(self)
+        // SAFETY: `len` initialized bytes that this owns.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        Self::bytes_mut(self)
+        // SAFETY: as above, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
@@ -185,18 +201,6 @@ impl PinnedBuffer {
         // SAFETY: the driver has just allocated these bytes.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
         Ok(Self { device: device.clone(), start: start.cast(), len })
-    }
-
-    /// Borrows the bytes.
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` initialized bytes that this owns.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
-    }
-
-    /// Borrows the bytes mutably.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
     /// Address of the bytes.

@@ -3,7 +3,7 @@
 use std::{
     ffi::{CStr, c_int},
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -12,8 +12,8 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
 use crate::{
     Symbols,
-    context::{ContextState, Driver, Retired},
-    symbols::{EncodeTensorMap, driver_error, missing},
+    context::{ContextState, Driver, Retired, lock},
+    symbols::{driver_error, missing},
 };
 
 /// Compute capability, such as 8.0 or 9.0.
@@ -60,12 +60,9 @@ pub struct Device(pub(crate) Arc<Parts>);
 
 pub(crate) struct Parts {
     driver: Driver,
-    /// Device whose primary context was retained; `None` for a borrowed context.
-    retained: Option<CUdevice>,
-    name: String,
-    architecture: Architecture,
-    multiprocessors: usize,
-    l2_bytes: u64,
+    properties: Properties,
+    /// True if the device's primary context was retained; false for a borrowed context.
+    is_retained: bool,
     failure: Mutex<Option<Error>>,
     hang_bound: Mutex<Duration>,
     pub(crate) state: Arc<ContextState>,
@@ -106,25 +103,14 @@ impl Device {
     /// # Errors
     /// As [`Device::open`].
     pub fn with_symbols(symbols: Symbols, ordinal: usize) -> Result<Self> {
-        let Properties { device, name, architecture, multiprocessors, l2_bytes } =
-            describe(&symbols, ordinal)?;
+        let properties = describe(&symbols, ordinal)?;
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the table's functions have the driver's signatures and semantics; the pointer is
         // to a local of the right type.
         check("cuDevicePrimaryCtxRetain", unsafe {
-            (symbols.context_retain)(&raw mut context, device)
+            (symbols.context_retain)(&raw mut context, properties.device)
         })?;
-        Ok(Self(Arc::new(Parts {
-            driver: Driver { symbols, context, process: Process::current() },
-            retained: Some(device),
-            name,
-            architecture,
-            multiprocessors,
-            l2_bytes,
-            failure: Mutex::new(None),
-            hang_bound: Mutex::new(HANG),
-            state: ContextState::of(context),
-        })))
+        Ok(Self::of(symbols, context, properties, true))
     }
 
     /// Borrows a caller's context: calls make it current; it is never released.
@@ -136,19 +122,19 @@ impl Device {
     /// * `context` is a context of GPU `ordinal`, created by the same driver;
     /// * it outlives the device and everything created from it.
     pub unsafe fn borrowed(symbols: Symbols, ordinal: usize, context: CUcontext) -> Result<Self> {
-        let Properties { name, architecture, multiprocessors, l2_bytes, .. } =
-            describe(&symbols, ordinal)?;
-        Ok(Self(Arc::new(Parts {
+        let properties = describe(&symbols, ordinal)?;
+        Ok(Self::of(symbols, context, properties, false))
+    }
+
+    fn of(symbols: Symbols, context: CUcontext, properties: Properties, is_retained: bool) -> Self {
+        Self(Arc::new(Parts {
             driver: Driver { symbols, context, process: Process::current() },
-            retained: None,
-            name,
-            architecture,
-            multiprocessors,
-            l2_bytes,
+            properties,
+            is_retained,
             failure: Mutex::new(None),
             hang_bound: Mutex::new(HANG),
             state: ContextState::of(context),
-        })))
+        }))
     }
 
     /// Context that calls make current.
@@ -156,24 +142,28 @@ impl Device {
         self.0.driver.context
     }
 
+    pub(crate) fn symbols(&self) -> &Symbols {
+        &self.0.driver.symbols
+    }
+
     /// Name of the GPU.
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.0.properties.name
     }
 
     /// Compute capability.
     pub fn architecture(&self) -> Architecture {
-        self.0.architecture
+        self.0.properties.architecture
     }
 
     /// Number of multiprocessors.
     pub fn multiprocessors(&self) -> usize {
-        self.0.multiprocessors
+        self.0.properties.multiprocessors
     }
 
     /// Bytes of the L2 cache.
     pub fn l2_bytes(&self) -> u64 {
-        self.0.l2_bytes
+        self.0.properties.l2_bytes
     }
 
     /// Returns the free device memory in bytes.
@@ -192,18 +182,18 @@ impl Device {
 
     /// Returns the first failure, if any.
     pub fn failure(&self) -> Option<Error> {
-        self.0.lock_failure().clone()
+        lock(&self.0.failure).clone()
     }
 
     /// Sets the longest wait for queued work, after which the device counts as hung. Default: an
     /// hour. A pass whose kernels take longer needs more.
     pub fn set_hang_bound(&self, bound: Duration) {
-        *self.0.hang_bound.lock().unwrap_or_else(PoisonError::into_inner) = bound;
+        *lock(&self.0.hang_bound) = bound;
     }
 
     /// Returns the longest wait for queued work.
     pub fn hang_bound(&self) -> Duration {
-        *self.0.hang_bound.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.0.hang_bound)
     }
 
     /// Records a failure: work did not end within `bound` and may never end.
@@ -222,11 +212,7 @@ impl Device {
 
     /// True if the driver has `cuTensorMapEncodeTiled`, which TMA needs: CUDA 12 and newer.
     pub fn has_tensor_maps(&self) -> bool {
-        self.tensor_map_encoder().is_some()
-    }
-
-    pub(crate) fn tensor_map_encoder(&self) -> Option<EncodeTensorMap> {
-        self.0.driver.symbols.tensor_map
+        self.symbols().tensor_map.is_some()
     }
 
     /// Makes the context current on this thread, for libraries that use the current context.
@@ -246,7 +232,7 @@ impl Device {
     /// child, without calling `work`; the errors of `work`.
     pub fn with_context_restored<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
-        let symbols = &self.0.driver.symbols;
+        let symbols = self.symbols();
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: the pointer is to a local of the right type.
         check("cuCtxGetCurrent", unsafe { (symbols.context_current)(&raw mut before) })?;
@@ -299,7 +285,7 @@ impl Device {
 
     /// Records a failure, unless there is an earlier one; returns the first.
     pub(crate) fn fail(&self, error: Error) -> Error {
-        self.0.lock_failure().get_or_insert(error).clone()
+        lock(&self.0.failure).get_or_insert(error).clone()
     }
 }
 
@@ -312,7 +298,7 @@ impl PartialEq for Device {
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Device({}, {})", self.0.name, self.0.architecture)
+        write!(f, "Device({}, {})", self.name(), self.architecture())
     }
 }
 
@@ -327,28 +313,24 @@ impl Parts {
         if !self.driver.process.is_current() {
             return false;
         }
-        let failed = self.lock_failure().is_some();
+        let failed = lock(&self.failure).is_some();
         self.state.drain(&self.driver, failed)
     }
 
     /// As [`ContextState::make_room`].
     pub(crate) fn make_room(&self) -> bool {
-        let failed = self.lock_failure().is_some();
+        let failed = lock(&self.failure).is_some();
         self.state.make_room(&self.driver, failed)
-    }
-
-    fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Parts {
     /// Keeps the context if work on it does not end: the driver would wait for that work.
     fn drop(&mut self) {
-        if let Some(device) = self.retained.filter(|_| self.drain()) {
+        if self.is_retained && self.drain() {
             // SAFETY: retained once by `with_symbols`; everything created from it holds a reference
             // to this.
-            unsafe { (self.driver.symbols.context_release)(device) };
+            unsafe { (self.driver.symbols.context_release)(self.properties.device) };
         }
     }
 }

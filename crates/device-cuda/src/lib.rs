@@ -13,7 +13,7 @@
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs` |
-//! | [`CudaSpace`]; [`CudaTensor`] and its views, [`TensorMap`] for TMA | `space.rs`, `tensor.rs` |
+//! | [`CudaSpace`]; [`CudaTensor`] and its views, [`TensorMap`] for TMA | `tensor.rs` |
 //! | [`CudaCopier`]: blocks staged through host memory; copies of byte ranges in one launch | `staged.rs` |
 //! | [`Compiler`], disk cache, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
 
@@ -25,7 +25,6 @@ mod device;
 mod module;
 #[cfg(feature = "nccl")]
 pub mod nccl;
-mod space;
 mod staged;
 mod stream;
 mod symbols;
@@ -38,10 +37,8 @@ pub use compiler::{Compiler, KernelProgram};
 pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
-pub use space::CudaSpace;
 pub use staged::{CudaCopier, CudaDownload, CudaUpload};
 pub use staged::{RangeDirection, RangeTransfer};
 pub use stream::{Event, Stream};
 pub use symbols::{CompilerSymbols, Symbols};
-pub use tensor::TensorMap;
-pub use tensor::{CudaTensor, CudaView, CudaViewMut};
+pub use tensor::{CudaSpace, CudaTensor, CudaView, CudaViewMut, TensorMap};

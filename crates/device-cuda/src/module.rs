@@ -4,13 +4,17 @@ use std::{
     collections::BTreeMap,
     ffi::{CString, c_int, c_void},
     fmt,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 use annulus_core::{Error, Fingerprint, Result};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 
-use crate::{Device, Image, ImageKind, Stream, context::Retired, symbols::driver_error};
+use crate::{
+    Device, Image, ImageKind, Stream,
+    context::{Retired, lock},
+    symbols::driver_error,
+};
 
 /// A loaded image. A clone refers to the same module.
 #[derive(Clone)]
@@ -34,39 +38,35 @@ unsafe impl Sync for ModuleParts {}
 #[derive(Clone)]
 pub struct Kernel {
     module: Module,
-    handle: CUfunction,
-    name: &'static str,
-    /// Dynamic shared memory per launch, in bytes.
-    shared_bytes: u32,
+    function: Function,
 }
 
 /// One kernel, without keeping its module loaded.
 #[derive(Debug, Clone)]
 pub(crate) struct WeakKernel {
     module: Weak<ModuleParts>,
+    function: Function,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Function {
     handle: CUfunction,
     name: &'static str,
+    /// Dynamic shared memory per launch, in bytes.
     shared_bytes: u32,
 }
 
-// SAFETY: a handle that is used only while the module is loaded.
-unsafe impl Send for WeakKernel {}
+// SAFETY: a handle that any thread may use while its module is loaded, and that is used only then.
+unsafe impl Send for Function {}
 // SAFETY: as above.
-unsafe impl Sync for WeakKernel {}
+unsafe impl Sync for Function {}
 
 impl WeakKernel {
     /// Returns the kernel if its module is loaded.
     pub(crate) fn upgrade(&self) -> Option<Kernel> {
-        let Self { module, handle, name, shared_bytes } = self;
-        let module = Module(module.upgrade()?);
-        Some(Kernel { module, handle: *handle, name, shared_bytes: *shared_bytes })
+        Some(Kernel { module: Module(self.module.upgrade()?), function: self.function })
     }
 }
-
-// SAFETY: a function is a handle that any thread may use while its module is loaded.
-unsafe impl Send for Kernel {}
-// SAFETY: as above.
-unsafe impl Sync for Kernel {}
 
 impl Module {
     /// Loads an image on a device. Devices of one context share the module.
@@ -80,7 +80,7 @@ impl Module {
         let digest = |seed| Fingerprint::new().number(seed).bytes(&image.bytes).finish();
         let key = [digest(0), digest(1)];
         let loaded = device.0.state.shared::<LoadedModules>();
-        let mut modules = loaded.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = lock(&loaded.0);
         if let Some(parts) = modules.get(&key).and_then(Weak::upgrade) {
             return Ok(Self(parts));
         }
@@ -121,7 +121,8 @@ impl Module {
             (symbols.module_function)(&raw mut handle, self.0.handle, text.as_ptr())
         }) {
             CUresult::CUDA_SUCCESS => {
-                Ok(Kernel { module: self.clone(), handle, name, shared_bytes: 0 })
+                let function = Function { handle, name, shared_bytes: 0 };
+                Ok(Kernel { module: self.clone(), function })
             }
             error => Err(driver_error(&format!("cuModuleGetFunction({name})"), error)),
         }
@@ -130,25 +131,29 @@ impl Module {
 
 impl Kernel {
     pub(crate) fn downgrade(&self) -> WeakKernel {
-        let Self { module, handle, name, shared_bytes } = self;
-        let module = Arc::downgrade(&module.0);
-        WeakKernel { module, handle: *handle, name, shared_bytes: *shared_bytes }
+        WeakKernel { module: Arc::downgrade(&self.module.0), function: self.function }
     }
 
     /// Sets the dynamic shared memory of every launch.
     ///
     /// # Errors
     /// [`Error::Device`] if a block of this GPU cannot have as much.
-    pub fn with_shared(self, bytes: u32) -> Result<Self> {
+    pub fn with_shared(mut self, bytes: u32) -> Result<Self> {
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let value = c_int::try_from(bytes)
             .map_err(|_| Error::invalid("shared bytes", bytes, "fewer than 2³¹"))?;
         // SAFETY: the function is alive as long as its module.
         match self.module.0.device.call_unchecked(|symbols| unsafe {
-            (symbols.function_attribute)(self.handle, most, value)
+            (symbols.function_attribute)(self.function.handle, most, value)
         }) {
-            CUresult::CUDA_SUCCESS => Ok(Self { shared_bytes: bytes, ..self }),
-            error => Err(driver_error(&format!("cuFuncSetAttribute({})", self.name), error)),
+            CUresult::CUDA_SUCCESS => {
+                self.function.shared_bytes = bytes;
+                Ok(self)
+            }
+            error => {
+                let call = format!("cuFuncSetAttribute({})", self.function.name);
+                Err(driver_error(&call, error))
+            }
         }
     }
 
@@ -172,38 +177,22 @@ impl Kernel {
             return Ok(());
         }
         // CUDA's limits: 2³¹ − 1 blocks along x, 65,535 along y and z
-        let along = |axis: usize, most: u64| {
-            u32::try_from(grid[axis]).ok().filter(|&blocks| u64::from(blocks) <= most).ok_or_else(
-                || {
-                    Error::unsupported(
-                        format!("a grid of {grid:?} blocks"),
-                        format!("CUDA (kernel {})", self.name),
-                    )
-                },
-            )
-        };
-        let [x, y, z] = [along(0, (1 << 31) - 1)?, along(1, 65535)?, along(2, 65535)?];
+        let Function { handle, name, shared_bytes } = self.function;
+        let [x, y, z] = grid.map(|blocks| u32::try_from(blocks).unwrap_or(u32::MAX));
+        if x >= 1 << 31 || y.max(z) > 65535 {
+            let what = format!("a grid of {grid:?} blocks");
+            return Err(Error::unsupported(what, format!("CUDA (kernel {name})")));
+        }
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
-        stream.device().call(self.name, |symbols| {
-            // SAFETY: one parameter, which the driver copies before it returns; the rest as
-            // required of the caller.
-            unsafe {
-                let more = self.shared_bytes;
-                let none = std::ptr::null_mut();
-                (symbols.launch)(
-                    self.handle,
-                    x,
-                    y,
-                    z,
-                    threads,
-                    1,
-                    1,
-                    more,
-                    stream.handle(),
-                    parameters.as_mut_ptr(),
-                    none,
-                )
-            }
+        let (parameters, none) = (parameters.as_mut_ptr(), std::ptr::null_mut());
+        // SAFETY: one parameter, which the driver copies before it returns; the rest as required of
+        // the caller.
+        stream.device().call(name, |symbols| unsafe {
+            #[rustfmt::skip]
+            let launched = (symbols.launch)(
+                handle, x, y, z, threads, 1, 1, shared_bytes, stream.handle(), parameters, none,
+            );
+            launched
         })
     }
 }
@@ -230,6 +219,6 @@ impl fmt::Debug for Module {
 
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kernel({})", self.name)
+        write!(f, "Kernel({})", self.function.name)
     }
 }

@@ -16,16 +16,14 @@
 //! The kernel is that of the backend which computes in the same context. Without one, each range is
 //! a copy of its own.
 
-use std::{
-    ops::Range,
-    sync::{Mutex, PoisonError},
-};
+use std::{ops::Range, sync::Mutex};
 
-use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, Tick, index};
+use annulus_core::{Arrived, Error, HostBuffer, HostMemory, Result, StagedSpace, Tick, index};
 use cudarc::driver::sys::CUdeviceptr;
 
 use crate::{
-    CudaBuffer, CudaSpace, Device, Event, Kernel, PinnedBuffer, Stream, module::WeakKernel,
+    CudaBuffer, CudaSpace, Device, Event, Kernel, PinnedBuffer, Stream, context::lock,
+    module::WeakKernel,
 };
 
 /// Stream of the copies.
@@ -114,24 +112,16 @@ impl StagedSpace for CudaSpace {
         let bytes = index(total(ranges, &into)?);
         let front = from.bytes().get(..bytes);
         let front = front.ok_or_else(|| Error::internal("a staging buffer is too small"))?;
-        let is_pinned = from.foreign_memory::<PinnedBuffer>().is_some();
         // kernels that were queued earlier may still read an earlier message in this buffer
         into.wait_on(&copier.stream)?;
         let mut offset = 0;
         for range in ranges {
             let len = index(range.end - range.start);
             let target = into.address() + range.start;
-            let source = &front[offset..offset + len];
             // SAFETY: the range lies within `into`; pinned memory, which is read until the copy is
-            // done, and `into` are kept until then, and `from` has no other owner.
-            unsafe {
-                if is_pinned {
-                    copier.stream.copy_from_pinned(target, source.as_ptr(), len)?;
-                } else {
-                    // the inner transport has received into memory of its own
-                    copier.stream.copy_to_device(target, source)?;
-                }
-            };
+            // done, and `into` are kept until then, and `from` has no other owner. The memory is
+            // not pinned if the inner transport has received into memory of its own.
+            unsafe { copier.stream.copy_to_device(target, &front[offset..offset + len])? };
             offset += len;
         }
         let done = copier.stream.record()?;
@@ -237,36 +227,22 @@ impl RangeTransfer<'_> {
     }
 }
 
-/// A kernel that copies ranges, and its threads per block.
-#[derive(Debug)]
-struct RangeCopyKernel {
-    kernel: WeakKernel,
-    threads: u32,
-}
-
-/// The kernel of one context, if a backend has loaded one.
+/// The kernel that copies ranges in one context and its threads per block, if a backend has loaded
+/// one.
 #[derive(Debug, Default)]
-struct KernelOfContext(Mutex<Option<RangeCopyKernel>>);
+struct RangeCopyKernel(Mutex<Option<(WeakKernel, u32)>>);
 
 impl Device {
     /// Makes transfers in this context use `kernel`, as long as its module is loaded.
     pub fn set_range_copy(&self, kernel: &Kernel, threads: u32) {
-        let kernel = RangeCopyKernel { kernel: kernel.downgrade(), threads };
-        let of_context = self.0.state.shared::<KernelOfContext>();
-        *of_context.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kernel);
+        *lock(&self.0.state.shared::<RangeCopyKernel>().0) = Some((kernel.downgrade(), threads));
     }
 
     /// Returns the kernel that copies ranges, and its threads per block, if it is loaded.
     fn range_copy(&self) -> Option<(Kernel, u32)> {
-        let of_context = self.0.state.shared::<KernelOfContext>();
-        let kernel = of_context.0.lock().unwrap_or_else(PoisonError::into_inner);
-        kernel.as_ref().and_then(RangeCopyKernel::upgrade)
-    }
-}
-
-impl RangeCopyKernel {
-    fn upgrade(&self) -> Option<(Kernel, u32)> {
-        Some((self.kernel.upgrade()?, self.threads))
+        let of_context = self.0.state.shared::<RangeCopyKernel>();
+        let of_context = lock(&of_context.0);
+        of_context.as_ref().and_then(|(kernel, threads)| Some((kernel.upgrade()?, *threads)))
     }
 }
 

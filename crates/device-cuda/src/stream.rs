@@ -8,11 +8,11 @@ use std::{
 };
 
 use annulus_core::{Result, Tick};
-use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
+use cudarc::driver::sys::{CUdeviceptr, CUevent, CUresult, CUstream};
 
 use crate::{
-    Device,
-    context::{OpenStream, POLL, Retired, SPIN},
+    Device, Symbols,
+    context::{POLL, Retired, SPIN},
     symbols::NO_TIMING,
 };
 
@@ -20,9 +20,9 @@ use crate::{
 #[derive(Clone)]
 pub struct Stream(Arc<StreamParts>);
 
-struct StreamParts {
+pub(crate) struct StreamParts {
     device: Device,
-    handle: CUstream,
+    pub(crate) handle: CUstream,
     owned: bool,
 }
 
@@ -30,12 +30,6 @@ struct StreamParts {
 unsafe impl Send for StreamParts {}
 // SAFETY: as above; the driver orders calls on one stream from several threads.
 unsafe impl Sync for StreamParts {}
-
-impl OpenStream for StreamParts {
-    fn handle(&self) -> CUstream {
-        self.handle
-    }
-}
 
 /// A CUDA event, recorded once. A clone refers to the same event.
 #[derive(Clone)]
@@ -165,24 +159,19 @@ impl Stream {
         Ok(ControlFlow::Continue(()))
     }
 
-    /// Queues a copy of host bytes to the device. The source may be dropped after the call.
+    /// Queues a copy of host bytes to the device. Pageable memory is read when the call returns.
     ///
     /// # Errors
     /// [`annulus_core::Error::Device`].
     ///
     /// # Safety
     /// `to` is the address of at least as many bytes of this device's memory, which nothing else
-    /// accesses until the work is done.
+    /// accesses until the work is done. Until then pinned memory is neither written nor freed.
     pub unsafe fn copy_to_device(&self, to: CUdeviceptr, from: &[u8]) -> Result<()> {
-        if from.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: `from` is pageable memory, which the driver has read when the call returns; `to`
-        // as required of the caller.
-        let copy = |symbols: &crate::Symbols| unsafe {
-            (symbols.copy_to_device)(to, from.as_ptr().cast(), from.len(), self.0.handle)
-        };
-        self.0.device.call("cuMemcpyHtoDAsync", copy)
+        // SAFETY: as required of the caller.
+        self.queue("cuMemcpyHtoDAsync", from.len(), |symbols, bytes| unsafe {
+            (symbols.copy_to_device)(to, from.as_ptr().cast(), bytes, self.0.handle)
+        })
     }
 
     /// Copies device bytes to the host; blocks for at most `deadline`.
@@ -205,35 +194,8 @@ impl Stream {
         // first
         self.synchronize(deadline)?;
         // SAFETY: `to` is borrowed until the copy has ended; `from` as required of the caller.
-        let copy = |symbols: &crate::Symbols| unsafe {
-            (symbols.copy_to_host)(to.as_mut_ptr().cast(), from, to.len(), self.0.handle)
-        };
-        self.0.device.call("cuMemcpyDtoHAsync", copy)?;
+        unsafe { self.copy_to_pinned(to.as_mut_ptr(), from, to.len())? };
         self.synchronize(deadline)
-    }
-
-    /// As [`Stream::copy_to_device`], from pinned memory: the copy reads the source when it runs.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`].
-    ///
-    /// # Safety
-    /// As [`Stream::copy_to_device`]; `from` is the address of as many pinned bytes, which are
-    /// neither written nor freed until the copy is done.
-    pub unsafe fn copy_from_pinned(
-        &self,
-        to: CUdeviceptr,
-        from: *const u8,
-        bytes: usize,
-    ) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: as required of the caller.
-        let copy = |symbols: &crate::Symbols| unsafe {
-            (symbols.copy_to_device)(to, from.cast(), bytes, self.0.handle)
-        };
-        self.0.device.call("cuMemcpyHtoDAsync", copy)
     }
 
     /// Queues a copy of device bytes to pinned memory.
@@ -250,14 +212,10 @@ impl Stream {
         from: CUdeviceptr,
         bytes: usize,
     ) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
         // SAFETY: as required of the caller.
-        let copy = |symbols: &crate::Symbols| unsafe {
+        self.queue("cuMemcpyDtoHAsync", bytes, |symbols, bytes| unsafe {
             (symbols.copy_to_host)(to.cast(), from, bytes, self.0.handle)
-        };
-        self.0.device.call("cuMemcpyDtoHAsync", copy)
+        })
     }
 
     /// Queues a copy within the device.
@@ -274,30 +232,23 @@ impl Stream {
         from: CUdeviceptr,
         bytes: usize,
     ) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
         // SAFETY: as required of the caller.
-        self.0.device.call("cuMemcpyDtoDAsync", |symbols| unsafe {
+        self.queue("cuMemcpyDtoDAsync", bytes, |symbols, bytes| unsafe {
             (symbols.copy_on_device)(to, from, bytes, self.0.handle)
         })
     }
 
-    /// Queues setting all bytes to one value.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`].
-    ///
-    /// # Safety
-    /// As [`Stream::copy_to_device`].
-    pub unsafe fn fill(&self, to: CUdeviceptr, byte: u8, bytes: usize) -> Result<()> {
+    /// Calls a driver function that queues a copy, unless it is of 0 bytes.
+    fn queue(
+        &self,
+        name: &str,
+        bytes: usize,
+        copy: impl FnOnce(&Symbols, usize) -> CUresult,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: as required of the caller.
-        self.0.device.call("cuMemsetD8Async", |symbols| unsafe {
-            (symbols.fill)(to, byte, bytes, self.0.handle)
-        })
+        self.0.device.call(name, |symbols| copy(symbols, bytes))
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Loading of libraries at run time, and tables of their functions.
 
-use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use annulus_core::{Error, Result};
 use cudarc::{
@@ -41,7 +41,6 @@ table! {
         copy_on_device = cuMemcpyDtoDAsync_v2(
             CUdeviceptr, CUdeviceptr, usize, CUstream
         ) -> CUresult;
-        fill = cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream) -> CUresult;
         stream_create = cuStreamCreate(*mut CUstream, c_uint) -> CUresult;
         stream_destroy = cuStreamDestroy_v2(CUstream) -> CUresult;
         stream_wait = cuStreamWaitEvent(CUstream, CUevent, c_uint) -> CUresult;
@@ -92,22 +91,6 @@ table! {
 
 /// CU_EVENT_DISABLE_TIMING: cheaper events.
 pub(crate) const NO_TIMING: c_uint = 2;
-
-/// Type of `cuTensorMapEncodeTiled`.
-pub(crate) type EncodeTensorMap = unsafe extern "C" fn(
-    *mut CUtensorMap,
-    CUtensorMapDataType,
-    c_uint,
-    *mut c_void,
-    *const u64,
-    *const u64,
-    *const c_uint,
-    *const c_uint,
-    CUtensorMapInterleave,
-    CUtensorMapSwizzle,
-    CUtensorMapL2promotion,
-    CUtensorMapFloatOOBfill,
-) -> CUresult;
 
 /// Converts a failed call to an error.
 pub(crate) fn driver_error(name: &str, error: CUresult) -> Error {

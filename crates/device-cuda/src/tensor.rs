@@ -1,17 +1,20 @@
-//! Tensors in device memory.
+//! The memory space of CUDA devices, and its tensors.
 //!
 //! CUtensorMap: layout of a tensor in global memory, for TMA (compute capability 9.0).
 
 use std::{marker::PhantomData, ops::ControlFlow};
 
-use annulus_core::{DType, Error, Result, Tick};
+use annulus_core::{
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, Tick, memory,
+};
 use cudarc::driver::sys::{
     CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
     CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
+use ndarray::{ArrayView4, ArrayViewMut4};
 
 use crate::{
-    CudaBuffer, Device, Stream,
+    CudaBuffer, Device, Event, Stream,
     symbols::{driver_error, missing},
 };
 
@@ -214,25 +217,127 @@ impl CudaViewMut<'_> {
         Self(unsafe { CudaView::from_raw(address, dtype, shape, strides) })
     }
 
-    /// Address of the first element.
-    pub const fn address(&self) -> CUdeviceptr {
-        self.0.address
+    /// Borrows the view immutably.
+    pub const fn view(&self) -> CudaView<'_> {
+        self.0
+    }
+}
+
+/// Blocks and tensors in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaSpace;
+
+impl Space for CudaSpace {
+    type Buffer = CudaBuffer;
+    type View<'a> = CudaView<'a>;
+    type ViewMut<'a> = CudaViewMut<'a>;
+    type Event = Event;
+
+    fn size(buffer: &CudaBuffer) -> u64 {
+        buffer.len()
     }
 
-    /// Element type.
-    pub const fn dtype(&self) -> DType {
-        self.0.dtype
+    fn is_shared(buffer: &CudaBuffer) -> bool {
+        buffer.is_shared()
     }
 
-    /// Lengths.
-    pub const fn shape(&self) -> [usize; 4] {
-        self.0.shape
+    fn reborrow<'short>(view: &'short CudaView<'_>) -> CudaView<'short> {
+        *view
     }
 
-    /// Strides in elements.
-    pub const fn strides(&self) -> [i64; 4] {
-        self.0.strides
+    fn describe(view: &CudaView<'_>) -> (DType, [usize; 4]) {
+        (view.dtype(), view.shape())
     }
+
+    fn describe_mut(view: &CudaViewMut<'_>) -> (DType, [usize; 4]) {
+        Self::describe(&view.view())
+    }
+}
+
+/// Tensors are copied in the order of a stream. A host tensor whose elements are not contiguous in
+/// index order is copied through a dense list.
+impl DeviceSpace for CudaSpace {
+    type Tensor = CudaTensor;
+    type Context = Stream;
+
+    fn tensor(stream: &Stream, dtype: DType, shape: [usize; 4]) -> Result<CudaTensor> {
+        CudaTensor::uninitialized(stream, dtype, shape)
+    }
+
+    fn upload(
+        stream: &Stream,
+        from: HostView<'_>,
+        into: &mut CudaTensor,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        check_same(&into.view(), from.dtype(), from.shape())?;
+        let write = |bytes: &[u8]| into.write(stream, bytes, tick);
+        match from {
+            HostView::F64(view) => with_bytes(view, write),
+            HostView::F32(view) => with_bytes(view, write),
+            HostView::Bf16(view) => with_bytes(view, write),
+            HostView::F16(view) => with_bytes(view, write),
+        }
+    }
+
+    fn download(
+        stream: &Stream,
+        from: &CudaTensor,
+        into: &mut HostViewMut<'_>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        check_same(&from.view(), into.dtype(), into.shape())?;
+        let read = |bytes: &mut [u8]| from.read(stream, bytes, tick);
+        match into {
+            HostViewMut::F64(view) => with_bytes_mut(view, read),
+            HostViewMut::F32(view) => with_bytes_mut(view, read),
+            HostViewMut::Bf16(view) => with_bytes_mut(view, read),
+            HostViewMut::F16(view) => with_bytes_mut(view, read),
+        }
+    }
+
+    fn view(tensor: &CudaTensor) -> CudaView<'_> {
+        tensor.view()
+    }
+
+    fn view_mut(tensor: &mut CudaTensor) -> CudaViewMut<'_> {
+        tensor.view_mut()
+    }
+}
+
+/// Checks that a host tensor has the type and shape of a device tensor.
+fn check_same(on_device: &CudaView<'_>, dtype: DType, shape: [usize; 4]) -> Result<()> {
+    if (on_device.dtype(), on_device.shape()) == (dtype, shape) {
+        return Ok(());
+    }
+    let want = format!("{:?} of {}", on_device.shape(), on_device.dtype());
+    Err(Error::invalid("host tensor", format!("{shape:?} of {dtype}"), want))
+}
+
+/// Calls `write` with the elements in index order.
+fn with_bytes<T: Element>(
+    view: ArrayView4<'_, T>,
+    write: impl FnOnce(&[u8]) -> Result<()>,
+) -> Result<()> {
+    if let Some(elements) = view.as_slice() {
+        return write(bytemuck::cast_slice(elements));
+    }
+    let elements = memory::collect("a dense copy of a tensor", view.len(), view.iter().copied())?;
+    write(bytemuck::cast_slice(&elements))
+}
+
+/// Calls `read` to write the elements in index order.
+fn with_bytes_mut<T: Element>(
+    view: &mut ArrayViewMut4<'_, T>,
+    read: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<()> {
+    if let Some(elements) = view.as_slice_mut() {
+        return read(bytemuck::cast_slice_mut(elements));
+    }
+    let mut elements: Vec<T> = memory::zeroed("a dense copy of a tensor", view.len())?;
+    read(bytemuck::cast_slice_mut(&mut elements))?;
+    view.iter_mut().zip(elements).for_each(|(element, value)| *element = value);
+    Ok(())
 }
 
 /// Tensor map of 16-bit elements `[batch, head, row, dim]` with boxes of 64 dims × `rows` rows of
@@ -293,7 +398,7 @@ impl TensorMap {
         let box_strides = [1; 4];
         let mut map = Self([0; 16]);
         let absent = || missing("TMA", "the driver has no cuTensorMapEncodeTiled");
-        let encode = device.tensor_map_encoder().ok_or_else(absent)?;
+        let encode = device.symbols().tensor_map.ok_or_else(absent)?;
         // SAFETY: `map` is a local of the size and the alignment of CUtensorMap; every list has the
         // length for four axes.
         let made = device.call_unchecked(|_| unsafe {

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use annulus::{LocalRing, Plan};
+use annulus::{Attention, LocalRing, Plan, Setup, comm::ring::Ring};
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    Answer, Case, FacadeOn, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
+    Answer, Case, FacadeOn, RankSetup, RingSubject, Setting, Subject, TensorMemory, suite,
 };
 use annulus_core::{DType, Dims, Element, Error, HostViews, Result, Spec};
 use annulus_cuda::{
@@ -123,10 +123,16 @@ pub(crate) fn wide(
         masks,
         &mut annulus_conformance::Draw::new(dim as u64),
     );
-    let case = case.in_dtype(dtype);
-    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
-    let judge = Judge::new(&case).map_err(|error| error.to_string())?;
-    judge.check(&answers[0]).map_err(|wrong| format!("{}: {wrong}", case.name))
+    suite::answer(subject, &case.in_dtype(dtype), &Setting::ALONE).map(drop)
+}
+
+/// Ring of one rank on `cuda`.
+pub(crate) fn ring(cuda: &Cuda, attention: &Attention, dims: Dims) -> Result<Ring<Cuda>> {
+    let copier = CudaCopier::new(cuda.stream().device())?;
+    let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
+    let transport = Box::new(Deadline::new(staged, DEADLINE)?);
+    let setup = Setup::from(attention);
+    Ring::new(cuda.clone(), transport, setup.spec(dims), setup.ring_options())
 }
 
 /// Subject that pads a case's dims with zeros to multiples of 8, so that warpgroups serve every

@@ -13,14 +13,13 @@ use std::{
     time::Duration,
 };
 
-use annulus::{Attention, Dims, Setup, comm::ring::Ring};
-use annulus_comm::{Deadline, Staged, threads};
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, Spec};
+use annulus::{Attention, Dims};
+use annulus_conformance::{Case, Draw, Masks, Setting, suite};
+use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
-        CudaCopier, CudaSpace, CudaTensor, CudaView, Device, Stream, Symbols,
+        CudaTensor, CudaView, Device, Stream, Symbols,
         cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUresult, CUstream},
     },
 };
@@ -28,8 +27,8 @@ use annulus_cuda_emulator as emulator;
 use annulus_plan::Layout;
 
 use crate::{
-    common::{DEADLINE, staged},
-    support::{compiler, emulated_on, hopper_on, next_device},
+    common::{DEADLINE, ring, staged},
+    support::{backward_inputs, compiler, emulated_on, hopper_on, next_device},
 };
 
 static RETAINED: AtomicUsize = AtomicUsize::new(0);
@@ -74,22 +73,10 @@ unsafe extern "C" fn launch(
     extra: *mut *mut c_void,
 ) -> CUresult {
     note(&USED, stream);
+    let [x, y, z, tx, ty, tz] = [x, y, z, threads_x, threads_y, threads_z];
+    let launch = emulator::symbols().launch;
     // SAFETY: the arguments are those of the driver's function.
-    unsafe {
-        (emulator::symbols().launch)(
-            function,
-            x,
-            y,
-            z,
-            threads_x,
-            threads_y,
-            threads_z,
-            shared_bytes,
-            stream,
-            parameters,
-            extra,
-        )
-    }
+    unsafe { launch(function, x, y, z, tx, ty, tz, shared_bytes, stream, parameters, extra) }
 }
 
 #[test]
@@ -120,21 +107,11 @@ fn a_borrowed_context_and_stream_are_used_and_never_released() {
         };
         Ok(Cuda::on(stream, compiler()?))
     });
-    let dims = Dims {
-        batch: 1,
-        q_len: 70,
-        kv_len: 70,
-        q_heads: 2,
-        kv_heads: 1,
-        head_dim: 16,
-        value_dim: 16,
-    };
+    let dims = Dims { kv_heads: 1, ..Dims::new(1, 70, 2, 16) };
     let masks = Masks { causal: true, ..Masks::default() };
     let case = Case::new("lent", Spec::new(dims, DType::F64), masks, &mut Draw::new(7))
         .in_dtype(DType::F16);
-    let answers = subject.run(&case, &Setting::new(2, Layout::Contiguous), 1).unwrap();
-    let judge = Judge::new(&case).unwrap();
-    answers.iter().for_each(|answer| judge.check(answer).unwrap());
+    suite::answer(&subject, &case, &Setting::new(2, Layout::Contiguous)).unwrap();
 
     let (lent, used, destroyed) =
         (lent.lock().unwrap(), USED.lock().unwrap(), DESTROYED.lock().unwrap());
@@ -200,57 +177,25 @@ struct Results {
 
 /// Runs both passes on device `ordinal`.
 fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
-    let setup = Setup::from(Attention::new().causal(true).dtype(DType::Bf16));
-    let copier = CudaCopier::new(cuda.stream().device())?;
-    let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
-    let mut ring = Ring::new(
-        cuda.clone(),
-        Box::new(Deadline::new(staged, DEADLINE)?),
-        setup.spec(Dims::new(1, ROWS, HEADS, DIM)),
-        setup.ring_options(),
-    )?;
+    let attention = Attention::new().causal(true).dtype(DType::Bf16);
+    let mut ring = ring(cuda, &attention, Dims::new(1, ROWS, HEADS, DIM))?;
     let dense = || CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, DIM]);
     let q = tensor(cuda, 1, apart.queries)?;
     let [k, v] = [tensor(cuda, 2, apart.kv)?, tensor(cuda, 3, apart.kv)?];
     let mut out = dense()?;
     let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [1, HEADS, ROWS, 1])?;
-    let (k, v) = (view(&k, apart.kv), view(&v, apart.kv));
-    let inputs = Inputs { q: view(&q, apart.queries), k, v, bias: None, sinks: None };
-    let (out_view, lse_view) = (out.view_mut(), lse.view_mut());
-    let mut outputs = Outputs {
-        out: out_view,
-        lse: lse_view,
-        max: None,
-        sum: None,
-        ties: None,
-        out_residual: None,
-    };
-    ring.forward(&inputs, &mut outputs)?;
+    let inputs = Inputs::new(view(&q, apart.queries), view(&k, apart.kv), view(&v, apart.kv));
+    ring.forward(&inputs, &mut Outputs::new(out.view_mut(), lse.view_mut()))?;
     cuda.stream().synchronize(DEADLINE)?;
     let blocks = |kernel| emulator::blocks(ordinal, kernel);
     let forward_blocks = ["copy_elements", "fill_sums", "finish_forward"].map(blocks);
 
     // not the output of these inputs: any numbers do
     let [out_of_rows, dout] = [tensor(cuda, 4, apart.queries)?, tensor(cuda, 5, apart.queries)?];
-    let inputs = BackwardInputs {
-        forward: inputs,
-        out: view(&out_of_rows, apart.queries),
-        max: lse.view(),
-        sum: None,
-        ties: None,
-        dout: view(&dout, apart.queries),
-        dlse: None,
-        out_residual: None,
-    };
+    let rows = [view(&out_of_rows, apart.queries), lse.view(), view(&dout, apart.queries)];
     let [mut dq, mut dk, mut dv] = [dense()?, dense()?, dense()?];
-    let mut gradients = Gradients {
-        dq: dq.view_mut(),
-        dk: dk.view_mut(),
-        dv: dv.view_mut(),
-        dbias: None,
-        dsinks: None,
-    };
-    ring.backward(&inputs, &mut gradients)?;
+    let gradients = &mut Gradients::new(dq.view_mut(), dk.view_mut(), dv.view_mut());
+    ring.backward(&backward_inputs(inputs, rows), gradients)?;
     cuda.stream().synchronize(DEADLINE)?;
     Ok(Results {
         out: out.download()?,

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_conformance::{Case, Draw, Masks, Setting, Subject, suite};
 use annulus_core::{DType, Dims, Error, Result, Spec};
 use annulus_cuda::{
     Cuda,
@@ -36,11 +36,7 @@ fn case() -> Case {
 }
 
 fn check(subject: &dyn Subject, ranks: usize) -> Result<(), String> {
-    let case = case();
-    let text = |error: Error| error.to_string();
-    let setting = Setting::new(ranks, Layout::Contiguous);
-    let answers = subject.run(&case, &setting, 1).map_err(text)?;
-    Judge::new(&case).map_err(text)?.check(&answers[0])
+    suite::answer(subject, &case(), &Setting::new(ranks, Layout::Contiguous)).map(drop)
 }
 
 /// A new folder for a cache, removed on drop.

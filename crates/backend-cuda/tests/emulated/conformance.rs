@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use annulus_conformance::{
-    Case, Judge, Setting, Subject,
+    Case, Setting,
     suite::{self, Poison, Scale},
 };
 use annulus_core::DType;
@@ -68,8 +68,7 @@ fn ranks_may_share_a_gpu_and_its_stream() {
     let subject = hosted("one emulated gpu for all ranks", move || Ok(cuda.clone()));
     for ranks in [2, 3] {
         let case = Case::random(130 + ranks as u64);
-        let answers = subject.run(&case, &Setting::new(ranks, Layout::Zigzag), 1).unwrap();
-        Judge::new(&case).unwrap().check(&answers[0]).unwrap();
+        suite::answer(&subject, &case, &Setting::new(ranks, Layout::Zigzag)).unwrap();
     }
 }
 

@@ -1,13 +1,18 @@
 //! Copies of messages: several byte ranges are gathered and scattered by one launch, and a block
 //! that is staged through host memory is sent from the memory into which the device has copied it.
+//!
+//! Messages that wait for kernels of their rank, for longer than the deadline or for ever: the rank
+//! sends heartbeats meanwhile, and a device that hangs is found at its own bound.
 
 use std::{
+    cell::Cell,
     ops::{ControlFlow, Range},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use annulus_comm::{
+    Deadline, Staged, Threads, deadline,
     nccl::Nccl,
     threads::{self, each_rank},
 };
@@ -15,7 +20,10 @@ use annulus_core::{
     Arrived, Backend, Channel, DType, Dims, Error, HostBuffer, HostMemory, Incoming, MessageHeader,
     Outgoing, Passes, RankShard, Result, Rows, Spec, StagedSpace, Transport,
 };
-use annulus_cuda::device::{CudaBuffer, CudaCopier, CudaSpace, PinnedBuffer};
+use annulus_cuda::device::{
+    CudaBuffer, CudaCopier, CudaSpace, Device, PinnedBuffer, Stream, Symbols,
+    cudarc::driver::sys::{CUevent, CUresult},
+};
 use annulus_cuda_emulator::{self as emulator, nccl_symbols};
 
 use crate::{
@@ -29,15 +37,53 @@ const POLL: Duration = Duration::from_millis(1);
 /// Bytes of the buffers.
 const BYTES: u64 = 40_000;
 
-fn header(peer: usize, ranges: &[Range<u64>]) -> MessageHeader {
-    MessageHeader {
-        peer,
-        channel: Channel::Kv,
-        tag: 0,
-        step: 0,
-        ranges: ranges.into(),
-        agreed: None,
+pub(crate) fn header(peer: usize, tag: u64, ranges: &[Range<u64>]) -> MessageHeader {
+    MessageHeader { peer, channel: Channel::Kv, tag, step: 3, ranges: ranges.into(), agreed: None }
+}
+
+/// Sends ranges of a buffer to rank `peer`.
+fn send(
+    transport: &mut dyn Transport<CudaSpace>,
+    stream: &Stream,
+    header: MessageHeader,
+    buffer: &CudaBuffer,
+) -> Result<()> {
+    let ready = &stream.record()?;
+    transport.post(&[Outgoing { header, buffer, ready }], &mut vec![])?;
+    while transport.pending() {
+        transport.progress(POLL)?;
     }
+    Ok(())
+}
+
+/// Receives into ranges of a buffer; returns all of its bytes.
+fn receive(
+    transport: &mut dyn Transport<CudaSpace>,
+    stream: &Stream,
+    header: &MessageHeader,
+    buffer: CudaBuffer,
+) -> Result<Vec<u8>> {
+    transport.post(&[], &mut vec![Incoming { header: header.clone(), buffer }])?;
+    arrived(transport, stream, header)
+}
+
+/// Waits for a message; returns all bytes of its buffer.
+pub(crate) fn arrived(
+    transport: &mut dyn Transport<CudaSpace>,
+    stream: &Stream,
+    header: &MessageHeader,
+) -> Result<Vec<u8>> {
+    let Arrived { buffer, ready } = loop {
+        match transport.take(header)? {
+            Some(arrived) => break arrived,
+            None => transport.progress(POLL)?,
+        }
+    };
+    stream.wait_for(&ready)?;
+    let mut got = vec![0; annulus_core::index(buffer.len())];
+    // SAFETY: the buffer is as long as the bytes.
+    unsafe { stream.copy_to_host(&mut got, buffer.address(), DEADLINE)? };
+    Ok(got)
 }
 
 /// A shard of four rows.
@@ -71,33 +117,14 @@ fn transfer(
         let workspace =
             if has_backend { Some(cuda.workspace(&shard()?, Passes::Forward)?) } else { None };
         let mut nccl = Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?;
-        let buffer = CudaBuffer::new(device, BYTES)?;
         let bytes: Vec<u8> =
             (0..BYTES).map(|at| if rank == 0 { (at % 251) as u8 } else { 255 }).collect();
-        // SAFETY: the buffer is as long as the bytes.
-        unsafe { stream.copy_to_device(buffer.address(), &bytes)? };
-        let ready = stream.record()?;
-        buffer.touched_before(&ready);
-        let mut got = vec![0; bytes.len()];
-        let transport: &mut dyn Transport<CudaSpace> = &mut nccl;
-        if rank == 0 {
-            let header = header(1, sent);
-            transport.post(&[Outgoing { header, buffer: &buffer, ready: &ready }], &mut vec![])?;
-            while transport.pending() {
-                transport.progress(POLL)?;
-            }
+        let buffer = CudaBuffer::filled(stream, &bytes)?;
+        let got = if rank == 0 {
+            send(&mut nccl, stream, header(1, 0, sent), &buffer).map(|()| Vec::new())?
         } else {
-            let header = header(0, received);
-            transport.post(&[], &mut vec![Incoming { header: header.clone(), buffer }])?;
-            let arrived = loop {
-                match transport.take(&header)? {
-                    Some(Arrived { buffer, .. }) => break buffer,
-                    None => transport.progress(POLL)?,
-                }
-            };
-            // SAFETY: the buffer is as long as the bytes.
-            unsafe { stream.copy_to_host(&mut got, arrived.address(), DEADLINE)? };
-        }
+            receive(&mut nccl, stream, &header(0, 0, received), buffer)?
+        };
         drop(workspace);
         Ok(got)
     })?;
@@ -157,10 +184,8 @@ fn a_staged_block_is_sent_from_the_memory_that_the_device_writes() {
     let cuda = emulated_on(next_device()).unwrap();
     let stream = cuda.stream();
     let mut copier = CudaCopier::new(stream.device()).unwrap();
-    let buffer = CudaBuffer::new(stream.device(), 64).unwrap();
     let bytes: Vec<u8> = (0..64).collect();
-    // SAFETY: the buffer is as long as the bytes.
-    unsafe { stream.copy_to_device(buffer.address(), &bytes).unwrap() };
+    let buffer = CudaBuffer::filled(stream, &bytes).unwrap();
     let ready = stream.record().unwrap();
     let into = CudaSpace::staging_buffer(&mut copier, 40).unwrap();
     let address = into.bytes().as_ptr();
@@ -239,4 +264,70 @@ fn host_buffers_of_misaligned_memory_are_refused() {
         "{error}"
     );
     assert!(HostBuffer::zeroed(8).unwrap().foreign_memory::<Misaligned>().is_none());
+}
+
+/// Time that kernels take, beyond the least deadline.
+const SLOW: Duration = Duration::from_millis(1_500);
+thread_local! {
+    /// Time before which no event of this thread's rank passes.
+    static SLOW_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+unsafe extern "C" fn slow_query(event: CUevent) -> CUresult {
+    if SLOW_UNTIL.get().is_some_and(|until| Instant::now() < until) {
+        return CUresult::CUDA_ERROR_NOT_READY;
+    }
+    // SAFETY: as required of the caller.
+    unsafe { (emulator::symbols().event_query)(event) }
+}
+
+/// Ranks of a transport of CUDA memory over a host transport.
+type Wrap = fn(Threads, &Device) -> Result<Box<dyn Transport<CudaSpace>>>;
+
+fn staged(inner: Threads, device: &Device) -> Result<Box<dyn Transport<CudaSpace>>> {
+    Ok(Box::new(Staged::<_, CudaSpace>::new(inner, CudaCopier::new(device)?)))
+}
+
+fn over_nccl(inner: Threads, device: &Device) -> Result<Box<dyn Transport<CudaSpace>>> {
+    Ok(Box::new(Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?))
+}
+
+/// Rank 0 sends what its kernels write, which takes them `time`; rank 1 receives it. Both have the
+/// least deadline, and devices that count as hung after `bound`. Returns the bytes of each rank.
+fn slow_transfer(wrap: Wrap, time: Duration, bound: Duration) -> Result<Vec<Result<Vec<u8>>>> {
+    each_rank(threads::ring(2), |rank, inner| {
+        let symbols = Symbols { event_query: slow_query, ..emulator::symbols() };
+        let device = Device::with_symbols(symbols, next_device())?;
+        device.set_hang_bound(bound);
+        let stream = Stream::new(&device)?;
+        let mut transport = Deadline::new(wrap(inner, &device)?, deadline::LEAST)?;
+        let bytes: Vec<u8> = (0..64).map(|at| if rank == 0 { at } else { 0 }).collect();
+        let buffer = CudaBuffer::filled(&stream, &bytes)?;
+        let header = header(1 - rank, 0, std::slice::from_ref(&(0..64)));
+        if rank == 1 {
+            return Ok(receive(&mut transport, &stream, &header, buffer));
+        }
+        SLOW_UNTIL.set(Some(Instant::now() + time));
+        Ok(send(&mut transport, &stream, header, &buffer).map(|()| bytes))
+    })
+}
+
+#[test]
+fn a_rank_whose_message_waits_for_long_kernels_is_not_silent() {
+    for wrap in [staged as Wrap, over_nccl] {
+        let results = slow_transfer(wrap, SLOW, DEADLINE).unwrap();
+        assert!(results[0].is_ok() && results[0] == results[1], "{results:?}");
+    }
+}
+
+#[test]
+fn a_device_that_hangs_before_a_message_is_found_at_its_bound() {
+    for wrap in [staged as Wrap, over_nccl] {
+        let began = Instant::now();
+        let results = slow_transfer(wrap, Duration::from_secs(3600), SLOW).unwrap();
+        assert!(began.elapsed() >= SLOW, "{:?}", began.elapsed());
+        let hung = |what: &str| what.contains("did not end within 1.5 s");
+        assert!(matches!(&results[0], Err(Error::Device { what }) if hung(what)), "{results:?}");
+        assert!(results[1].is_err(), "{results:?}");
+    }
 }

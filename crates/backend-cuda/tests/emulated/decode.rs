@@ -3,33 +3,30 @@
 //!
 //! The KV cache on emulated devices: results, and bytes copied to the device by a token.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use annulus::{
     Attention, Cache, CacheShape, Error, LocalCache, Runtime,
     comm::threads::{each_rank, ring},
 };
 use annulus_conformance::{
-    Answer, Case, Draw, Judge, Masks, Setting, Subject,
+    Case, Draw, Masks, Setting, Subject,
     suite::{
         self,
         kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers},
     },
 };
 use annulus_core::{
-    Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, OnHost, Result, SinkShape, Spec,
+    Alibi, Batch, DType, DenseMask, Dims, Dropout, OnHost, Result, SinkShape, Spec,
 };
 use annulus_cuda::Cuda;
 use annulus_cuda_emulator as emulator;
 use annulus_plan::Layout;
 use ndarray::s;
 
-use crate::{
-    common::staged,
-    support::{
-        emulated, emulated_on, hopper_on, masked_rows_change_no_bit, next_device, on_warpgroups,
-        plain, with_seed,
-    },
+use crate::support::{
+    blocks, emulated, emulated_on, every_feature, hopper_on, masked_rows_change_no_bit,
+    next_device, on_warpgroups, orders_change_no_bit, plain,
 };
 
 /// The kernel of few rows.
@@ -53,29 +50,13 @@ pub(crate) fn bare() -> Case {
     new("bare", dims(1, 2, 1), DType::Bf16, |_, _| ())
 }
 
-/// A case with every feature of scores, and masked pairs in many tiles.
+/// A case with every feature of scores.
 fn full(dims: Dims, dtype: DType) -> Case {
-    new("everything", dims, dtype, |case, draw| {
-        let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
-        case.spec.alignment = Alignment::BottomRight;
-        case.spec.bias = Some([1, q_heads, q_len, kv_len]);
-        case.spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
-        case.spec.sinks = Some(SinkShape { per_head: true, count: 2 });
-        case.spec.dropout = Some(Dropout { probability: 0.3, seed: 77 });
-        case.spec.soft_cap = Some(5.0);
-        case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
-    })
-}
-
-fn answer(subject: &dyn Subject, case: &Case, setting: &Setting) -> Answer {
-    subject.run(case, setting, 1).unwrap_or_else(|error| panic!("{}: {error}", case.name)).remove(0)
+    every_feature(dims, Masks::default(), dtype)
 }
 
 fn verdict(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<(), String> {
-    Judge::new(case)
-        .map_err(|error| error.to_string())?
-        .check(&answer(subject, case, setting))
-        .map_err(|wrong| format!("{}: {wrong}", case.name))
+    suite::answer(subject, case, setting).map(drop)
 }
 
 const ALL: [DType; 4] = [DType::F64, DType::F32, DType::Bf16, DType::F16];
@@ -144,7 +125,7 @@ fn ranges_without_a_visible_key_add_nothing() {
         // keys that no query attends to change nothing
         case.v.slice_mut(s![.., 1, .., ..]).fill(f64::NAN);
         case.k.slice_mut(s![.., 1, .., ..]).fill(f64::INFINITY);
-        let out = answer(&plain(), &case, &Setting::ALONE).out;
+        let out = suite::run(&plain(), &case, &Setting::ALONE).unwrap().out;
         assert!(out.iter().all(|x| x.is_finite()), "{dtype}");
     }
 }
@@ -155,7 +136,7 @@ fn a_visible_nan_reaches_its_rows_from_any_range() {
         let mut case = new("nan", dims(2, 2, 1), dtype, |_, _| ());
         case.v[[0, 500, 0, 3]] = f64::NAN;
         case.k[[1, 200, 0, 0]] = f64::NAN;
-        let got = answer(&plain(), &case, &Setting::ALONE);
+        let got = suite::run(&plain(), &case, &Setting::ALONE).unwrap();
         for ((b, i, h, x), value) in got.out.indexed_iter() {
             assert_eq!(value.is_nan(), b == 1 || x == 3, "{dtype}: out[{b}, {i}, {h}, {x}]");
         }
@@ -164,15 +145,12 @@ fn a_visible_nan_reaches_its_rows_from_any_range() {
 }
 
 /// Numbers of blocks of the forward kernel and of the merge, for a case.
-fn blocks(case: &Case, kernel: &str, hopper: bool) -> Result<[u64; 2], String> {
-    let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+fn blocks_of(case: &Case, kernel: &str, hopper: bool) -> Result<[u64; 2], String> {
+    blocks(case, &Setting::ALONE, [kernel, "merge_splits"], |ordinal| {
         // a block for each tile
         let on_warpgroups = || Ok(hopper_on(ordinal, None, 0)?.with_forward_blocks(usize::MAX));
         if hopper { on_warpgroups() } else { emulated_on(ordinal) }
-    });
-    verdict(&subject, case, &Setting::ALONE)?;
-    Ok([kernel, "merge_splits"].map(|kernel| emulator::blocks(ordinal, kernel)))
+    })
 }
 
 #[test]
@@ -180,35 +158,29 @@ fn ranges_are_blocks_and_rows_are_merged_once() {
     let plain = |dims, dtype| new("blocks", dims, dtype, |_, _| ());
     // 9 tiles of 64 keys are 4 ranges; 2 batch rows × 2 groups of packed heads; 2 × 8 rows
     let case = plain(dims(1, 8, 2), DType::Bf16);
-    assert_eq!(blocks(&case, DECODE, false), Ok([2 * 2 * 4, 2 * 8]));
+    assert_eq!(blocks_of(&case, DECODE, false), Ok([2 * 2 * 4, 2 * 8]));
     // a group has 20 rows, of which partial results are divided less: 2 ranges
     let case = plain(dims(5, 8, 2), DType::Bf16);
-    assert_eq!(blocks(&case, "forward_matrix", false), Ok([2 * 2 * 2, 2 * 5 * 8]));
+    assert_eq!(blocks_of(&case, "forward_matrix", false), Ok([2 * 2 * 2, 2 * 5 * 8]));
     // above 64 dims ranges have a kernel of their own
     let case = plain(Dims { head_dim: 72, ..dims(5, 8, 2) }, DType::Bf16);
-    assert_eq!(blocks(&case, "forward_matrix_split", false), Ok([2 * 2 * 4, 2 * 5 * 8]));
+    assert_eq!(blocks_of(&case, "forward_matrix_split", false), Ok([2 * 2 * 4, 2 * 5 * 8]));
     // 17 tiles of 32 keys are 8 ranges
     let case = plain(dims(1, 2, 1), DType::F64);
-    assert_eq!(blocks(&case, "forward", false), Ok([2 * 2 * 8, 2 * 2]));
+    assert_eq!(blocks_of(&case, "forward", false), Ok([2 * 2 * 8, 2 * 2]));
     // 5 tiles of 128 keys are 2 ranges, of two packed heads
     let case = plain(Dims { value_dim: 24, ..dims(1, 2, 1) }, DType::F16);
-    assert_eq!(blocks(&case, "forward_warpgroup", true), Ok([2 * 2, 2 * 2]));
+    assert_eq!(blocks_of(&case, "forward_warpgroup", true), Ok([2 * 2, 2 * 2]));
     // many blocks are not divided
     let case = plain(Dims { batch: 67, head_dim: 8, value_dim: 8, ..dims(1, 2, 2) }, DType::Bf16);
-    assert_eq!(blocks(&case, DECODE, false), Ok([67 * 2, 0]));
+    assert_eq!(blocks_of(&case, DECODE, false), Ok([67 * 2, 0]));
 }
 
-/// Verdict on a case that the kernel of few rows must compute.
-fn few_rows(case: &Case, setting: &Setting) -> Result<(), String> {
-    let ordinal = next_device();
-    let name = "one emulated gpu for all ranks";
-    let subject = staged(name, Duration::ZERO, move || emulated_on(ordinal));
-    verdict(&subject, case, setting)?;
-    let blocks = [DECODE, "forward_matrix"].map(|kernel| emulator::blocks(ordinal, kernel));
-    if blocks[0] == 0 || blocks[1] > 0 {
-        return Err(format!("{}: blocks of {DECODE} and forward_matrix: {blocks:?}", case.name));
-    }
-    Ok(())
+/// Checks a case that the kernel of few rows must compute.
+fn few_rows(case: &Case, setting: &Setting) {
+    let launched = blocks(case, setting, [DECODE, "forward_matrix"], emulated_on);
+    let launched = launched.expect("a right answer");
+    assert!(launched[0] > 0 && launched[1] == 0, "{}: {launched:?}", case.name);
 }
 
 #[test]
@@ -232,9 +204,9 @@ fn every_feature_holds_in_the_kernel_of_few_rows() {
     for (number, (name, change)) in features.into_iter().enumerate() {
         let dtype = [DType::Bf16, DType::F16][number % 2];
         let mut case = new(name, dims(2, 6, 2), dtype, |case, _| change(case));
-        few_rows(&case, &Setting::ALONE).unwrap();
+        few_rows(&case, &Setting::ALONE);
         case = case.masked(Masks { window: Some([Some(200), Some(90)]), ..Masks::default() });
-        few_rows(&case, &Setting::ALONE).unwrap();
+        few_rows(&case, &Setting::ALONE);
     }
 }
 
@@ -254,7 +226,7 @@ fn all_dims_and_rows_hold_in_the_kernel_of_few_rows() {
         for dtype in [DType::Bf16, DType::F16] {
             // the number of keys ends a tile, or is within the keys of each warp
             let kv_len = if dtype == DType::F16 { 384 + 17 * (q_len % 4) } else { dims.kv_len };
-            few_rows(&full(Dims { kv_len, ..dims }, dtype), &Setting::ALONE).unwrap();
+            few_rows(&full(Dims { kv_len, ..dims }, dtype), &Setting::ALONE);
         }
     }
 }
@@ -268,7 +240,7 @@ fn the_state_of_a_pass_enters_the_kernel_of_few_rows_once() {
         let dims = Dims { batch: 1, kv_len: 330, head_dim, value_dim, ..dims(3, 4, 1) };
         let bare = new("no sinks", dims, dtype, |_, _| ());
         for case in [full(dims, dtype), bare] {
-            few_rows(&case, &Setting::new(3, Layout::Contiguous)).unwrap();
+            few_rows(&case, &Setting::new(3, Layout::Contiguous));
         }
     }
 }
@@ -285,11 +257,7 @@ fn the_order_of_threads_changes_no_bit() {
     // rows of forward_decode and of forward_matrix
     for (q_len, dtype) in [(2, DType::Bf16), (4, DType::F16), (5, DType::Bf16)] {
         let case = full(Dims { batch: 1, ..dims(q_len, 4, 1) }, dtype);
-        let run = |seed| with_seed(seed, || answer(&plain(), &case, &Setting::ALONE));
-        let want = run(21);
-        for seed in 22..25 {
-            run(seed).same_bits(&want).unwrap();
-        }
+        orders_change_no_bit(plain, &case, 21..25);
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_conformance::{Case, Setting, Subject};
+use annulus_conformance::Case;
 use annulus_core::{
     Backend, DType, DeviceSpace, Dims, Error, HostView, HostViewMut, PositionBias, Spec,
 };
@@ -26,7 +26,7 @@ use annulus_cuda_emulator as emulator;
 
 use ndarray::Array4;
 
-use crate::support::{compiler, emulated, emulated_on, next_device, plain, with_seed};
+use crate::support::{compiler, emulated, emulated_on, next_device, orders_change_no_bit, plain};
 
 /// A tick that never stops a copy.
 fn go_on() -> ControlFlow<()> {
@@ -411,10 +411,5 @@ fn a_dropped_plan_frees_its_memory() {
 
 #[test]
 fn the_order_of_threads_changes_no_bit() {
-    let case = Case::random(3).in_dtype(DType::F32);
-    let run = |seed| with_seed(seed, || plain().run(&case, &Setting::ALONE, 1)).unwrap().remove(0);
-    let want = run(1);
-    for seed in 2..5 {
-        run(seed).same_bits(&want).unwrap();
-    }
+    orders_change_no_bit(plain, &Case::random(3).in_dtype(DType::F32), 1..5);
 }

@@ -6,15 +6,14 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use annulus::{Attention, LocalRing, Plan, Tensors};
-use annulus_comm::nccl::Nccl;
+use annulus::{Attention, LocalRing, Tensors};
 use annulus_core::{DType, Dims, Error, Result};
 use annulus_cuda::device::{CudaTensor, Device, Stream};
-use annulus_cuda_emulator::{self as emulator, nccl_symbols};
+use annulus_cuda_emulator as emulator;
 use ndarray::Array4;
 use rustix::process::{Pid, WaitOptions, waitpid};
 
-use crate::{common::DEADLINE, support::emulated};
+use crate::{nccl::plans, support::emulated};
 
 unsafe extern "C" {
     safe fn fork() -> c_int;
@@ -47,13 +46,7 @@ fn is_refused<T>(result: Result<T>) {
 }
 
 fn nccl_ring() -> Result<LocalRing> {
-    let attention = Attention::new().causal(true);
-    LocalRing::from_plans(&attention, Dims::new(1, 70, 2, 16), 2, |_, setup, inner| {
-        let cuda = emulated()?;
-        let device = cuda.stream().device().clone();
-        let nccl = Nccl::with_symbols(inner, &device, Ok(nccl_symbols()), DEADLINE)?;
-        Plan::with_backend(setup, Dims::new(1, 70, 2, 16), cuda.on_host(), nccl)
-    })
+    plans(&Attention::new().causal(true).into(), Dims::new(1, 70, 2, 16), 2)
 }
 
 #[test]

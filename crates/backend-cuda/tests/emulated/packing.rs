@@ -1,16 +1,23 @@
 //! GQA packing: every per-head feature is correct, the output is bitwise that of unpacked heads,
 //! and fewer blocks are launched.
+//!
+//! Tile scheduler and outputs of the forward pass on warpgroups: tiles are computed once whatever
+//! the number of blocks, packed heads keep their bits, and outputs leave by TMA where it can write
+//! them.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
-use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
-use annulus_core::{Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, SinkShape, Spec};
+use annulus::Attention;
+use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, suite};
+use annulus_core::{Alignment, Batch, DType, DenseMask, Dims, Inputs, Outputs, Spec};
+use annulus_cuda::device::{CudaTensor, CudaViewMut};
 use annulus_cuda_emulator as emulator;
-use ndarray::{Array2, Array4, Axis};
+use ndarray::{Array2, Axis};
 
 use crate::{
-    common::staged,
-    support::{emulated_on, next_device, plain},
+    common::{DEADLINE, ring, staged},
+    mistakes::Planted,
+    support::{blocks, emulated_on, every_feature, hopper_on, next_device, plain},
 };
 
 /// Dims with few queries, as in decoding.
@@ -21,41 +28,23 @@ pub(crate) fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
 /// A case in which every head has its own bias, slope, sinks and dropout, with masked pairs in many
 /// tiles.
 pub(crate) fn full(dims: Dims, dtype: DType) -> Case {
-    let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
-    let draw = &mut Draw::new(q_len as u64);
-    let masks = Masks {
-        causal: true,
-        window: Some([Some(80), None]),
-        first_visible: 2,
-        ..Masks::default()
-    };
-    let mut case =
-        Case::new(format!("packed {q_len} of {q_heads}"), Spec::new(dims, DType::F64), masks, draw);
-    case.spec.alignment = Alignment::BottomRight;
-    case.spec.bias = Some([1, q_heads, q_len, kv_len]);
-    case.spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
-    case.spec.sinks = Some(SinkShape { per_head: true, count: 2 });
-    case.spec.dropout = Some(Dropout { probability: 0.3, seed: 77 });
-    case.spec.soft_cap = Some(5.0);
-    case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
-    case.draw_tensors(draw);
-    // a bias of −∞ masks the pair, for one head only
-    case.bias.iter_mut().flatten().step_by(17).for_each(|bias| *bias = f64::NEG_INFINITY);
-    case.in_dtype(dtype)
+    let window = Some([Some(80), None]);
+    let masks = Masks { causal: true, window, first_visible: 2, ..Masks::default() };
+    every_feature(dims, masks, dtype)
 }
 
-fn answer(subject: &dyn Subject, case: &Case) -> Answer {
-    subject
-        .run(case, &Setting::ALONE, 1)
-        .unwrap_or_else(|error| panic!("{}: {error}", case.name))
-        .remove(0)
+fn holds(case: &Case) -> Answer {
+    suite::answer(&plain(), case, &Setting::ALONE).expect("a right answer")
 }
 
-fn verdict(subject: &dyn Subject, case: &Case) -> Result<(), String> {
-    Judge::new(case)
-        .map_err(|error| error.to_string())?
-        .check(&answer(subject, case))
-        .map_err(|wrong| format!("{}: {wrong}", case.name))
+/// Gives each query head of a case its own copy of keys and values.
+fn apart(case: &Case) -> Case {
+    let Dims { q_heads, kv_heads, .. } = case.spec.dims;
+    let mut apart = case.clone();
+    apart.spec.dims.kv_heads = q_heads;
+    let heads: Vec<usize> = (0..q_heads).map(|head| head * kv_heads / q_heads).collect();
+    [&mut apart.k, &mut apart.v].into_iter().for_each(|x| *x = x.select(Axis(2), &heads));
+    apart
 }
 
 #[test]
@@ -68,7 +57,7 @@ fn per_head_features_hold_with_gqa_packing() {
         (dims(32, 4, 1), DType::F16),
         (dims(5, 7, 1), DType::Bf16),
     ] {
-        verdict(&plain(), &full(dims, dtype)).unwrap();
+        holds(&full(dims, dtype));
     }
 }
 
@@ -77,8 +66,7 @@ fn wide_heads_and_unaligned_rows_hold_with_gqa_packing() {
     for (head_dim, value_dim, dtype) in
         [(256, 72, DType::Bf16), (129, 33, DType::F16), (100, 128, DType::Bf16)]
     {
-        verdict(&plain(), &full(Dims { head_dim, value_dim, batch: 1, ..dims(9, 4, 2) }, dtype))
-            .unwrap();
+        holds(&full(Dims { head_dim, value_dim, batch: 1, ..dims(9, 4, 2) }, dtype));
     }
 }
 
@@ -89,7 +77,7 @@ fn a_nan_in_a_packed_tile_reaches_only_rows_that_attend_to_it() {
     // the last key is visible to the last query only
     case.v[[0, 96, 0, 3]] = f64::NAN;
     case.q[[1, 2, 1, 0]] = f64::NAN;
-    let got = answer(&plain(), &case);
+    let got = suite::run(&plain(), &case, &Setting::ALONE).unwrap();
     for ((b, i, h, x), value) in got.out.indexed_iter() {
         let hidden =
             case.bias.as_ref().is_some_and(|bias| bias[[0, h, i, 96]] == f64::NEG_INFINITY);
@@ -101,23 +89,8 @@ fn a_nan_in_a_packed_tile_reaches_only_rows_that_attend_to_it() {
 #[test]
 fn packing_changes_no_bit() {
     let case = full(dims(33, 8, 2), DType::Bf16);
-    let shared = answer(&plain(), &case);
-    // each query head gets its own copy of keys and values
-    let mut apart = case.clone();
-    apart.spec.dims.kv_heads = 8;
-    let repeated = |tensor: &Array4<f64>| tensor.select(Axis(2), &[0, 0, 0, 0, 1, 1, 1, 1]);
-    (apart.k, apart.v) = (repeated(&case.k), repeated(&case.v));
-    let apart = answer(&plain(), &apart);
+    let [shared, apart] = [&case, &apart(&case)].map(holds);
     assert!(shared.out == apart.out && shared.lse == apart.lse && shared.dq == apart.dq);
-}
-
-/// Returns the number of thread blocks of the forward kernel for a case.
-fn blocks(case: &Case) -> Result<u64, String> {
-    let ordinal = next_device();
-    let before = emulator::blocks(ordinal, "forward_matrix");
-    let subject = staged("one emulated gpu", Duration::ZERO, move || emulated_on(ordinal));
-    verdict(&subject, case)?;
-    Ok(emulator::blocks(ordinal, "forward_matrix") - before)
 }
 
 #[test]
@@ -125,6 +98,9 @@ fn packed_heads_launch_fewer_blocks() {
     let plain = |dims: Dims| {
         Case::new("blocks", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(3))
             .in_dtype(DType::Bf16)
+    };
+    let blocks = |case: &Case| {
+        blocks(case, &Setting::ALONE, ["forward_matrix"], emulated_on).map(|[count]| count)
     };
     // batch rows × tiles × groups of packed heads
     assert_eq!(blocks(&plain(dims(5, 8, 2))), Ok(2 * 2));
@@ -142,4 +118,156 @@ fn packed_heads_launch_fewer_blocks() {
     ids.batch.q_segment_ids = Some(Array2::from_shape_fn((2, 5), |(b, i)| ((b + i) % 2) as i32));
     ids.batch.kv_segment_ids = Some(Array2::from_shape_fn((2, 97), |(_, j)| (j % 2) as i32));
     assert_eq!(blocks(&ids), Ok(2 * 2));
+}
+
+/// Two passes of one plan on warpgroups, perhaps with a planted mistake, in launches of at most
+/// `most` blocks. Returns the answers if they are right, and the blocks of the forward kernel.
+pub(crate) fn passes(
+    case: &Case,
+    planted: Option<Planted>,
+    most: usize,
+) -> Result<(Vec<Answer>, u64), String> {
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, move || {
+        Ok(hopper_on(ordinal, planted, 0)?.with_forward_blocks(most))
+    });
+    let answers = subject.run(case, &Setting::ALONE, 2).map_err(|error| error.to_string())?;
+    let judge = Judge::new(case).map_err(|error| error.to_string())?;
+    answers.iter().try_for_each(|answer| judge.check(answer))?;
+    Ok((answers, emulator::blocks(ordinal, "forward_warpgroup")))
+}
+
+fn blocks_of(case: &Case, most: usize) -> Result<u64, String> {
+    passes(case, None, most).map(|(_, launched)| launched)
+}
+
+fn case(name: &str, dims: Dims, masks: Masks, change: impl FnOnce(&mut Spec)) -> Case {
+    let mut spec = Spec::new(dims, DType::F64);
+    change(&mut spec);
+    Case::new(name, spec, masks, &mut Draw::new(11)).in_dtype(DType::Bf16)
+}
+
+/// Tiles of 192 queries with 2, 3 and 4 tiles of keys, for each of two heads that share none.
+pub(crate) fn stairs() -> Case {
+    let dims = Dims::new(1, 450, 2, 16);
+    case("stairs", dims, Masks { causal: true, ..Masks::default() }, |_| ())
+}
+
+/// Full tiles only.
+pub(crate) fn full_tiles() -> Case {
+    let dims = Dims { q_len: 250, ..Dims::new(1, 300, 1, 16) };
+    case("full tiles", dims, Masks::default(), |_| ())
+}
+
+/// Queries of which the first four tiles attend to nothing, and the last to one tile of keys.
+pub(crate) fn mostly_empty() -> Case {
+    let dims = Dims { q_len: 900, kv_len: 60, ..Dims::new(1, 60, 1, 16) };
+    let masks = Masks { causal: true, ..Masks::default() };
+    case("empty tiles", dims, masks, |spec| spec.alignment = Alignment::BottomRight)
+}
+
+/// 40 queries of four heads of one KV head: packed, they fill 160 of the 192 rows of a tile.
+pub(crate) fn packed(dtype: DType) -> Case {
+    let dims = Dims { batch: 2, q_len: 40, kv_len: 150, q_heads: 4, kv_heads: 1, ..stairs_dims() };
+    let masks = Masks { causal: true, first_visible: 2, ..Masks::default() };
+    let mut spec = Spec::new(dims, DType::F64);
+    spec.alignment = Alignment::BottomRight;
+    Case::new("packed heads", spec, masks, &mut Draw::new(12)).in_dtype(dtype)
+}
+
+const fn stairs_dims() -> Dims {
+    Dims { batch: 1, q_len: 300, kv_len: 300, q_heads: 2, kv_heads: 2, head_dim: 24, value_dim: 40 }
+}
+
+#[test]
+fn every_tile_is_computed_once_by_any_number_of_blocks() {
+    for (case, tiles) in [(stairs(), 6), (mostly_empty(), 5)] {
+        let (want, launched) = passes(&case, None, usize::MAX).unwrap();
+        assert_eq!(launched, 2 * tiles, "{}", case.name);
+        for most in [1, 2, 4] {
+            let (got, launched) = passes(&case, None, most).unwrap();
+            assert_eq!(launched, 2 * most as u64);
+            got.iter().for_each(|answer| answer.same_bits(&want[0]).unwrap());
+        }
+    }
+}
+
+#[test]
+fn packed_heads_hold_on_warpgroups() {
+    for (dtype, most, tiles) in [(DType::Bf16, usize::MAX, 2), (DType::F16, 1, 1)] {
+        assert_eq!(blocks_of(&packed(dtype), most), Ok(2 * tiles));
+    }
+    // groups of three leave two rows of a tile over
+    let dims = Dims { q_len: 45, kv_len: 70, q_heads: 3, kv_heads: 1, ..stairs_dims() };
+    let masks = Masks { causal: true, ..Masks::default() };
+    blocks_of(&case("three heads", dims, masks, |_| ()), 2).unwrap();
+}
+
+#[test]
+fn score_options_are_those_of_each_packed_head() {
+    let dims = Dims { q_len: 20, kv_len: 140, q_heads: 8, kv_heads: 2, ..stairs_dims() };
+    let masks = Masks { causal: true, window: Some([Some(90), None]), ..Masks::default() };
+    blocks_of(&every_feature(dims, masks, DType::Bf16), 1).unwrap();
+}
+
+#[test]
+fn packing_changes_no_bit_on_warpgroups() {
+    let case = packed(DType::Bf16);
+    let [(want, _), (got, _)] = [&case, &apart(&case)].map(|case| passes(case, None, 2).unwrap());
+    assert!(got[0].out == want[0].out && got[0].lse == want[0].lse && got[0].dq == want[0].dq);
+}
+
+/// Bytes of a tensor whose rows, but the first and the last, are `out`, and whose heads begin
+/// `apart` elements from each other.
+fn out_with(apart: usize, value_dim: usize) -> annulus::Result<Vec<u8>> {
+    const ROWS: usize = 200;
+    const HEADS: usize = 2;
+    let cuda = hopper_on(next_device(), None, 0)?;
+    let attention = Attention::new().causal(true).dtype(DType::Bf16);
+    let mut ring = ring(&cuda, &attention, Dims { value_dim, ..Dims::new(1, ROWS, HEADS, 16) })?;
+    let tensor = |salt: usize, dim: usize| {
+        let number = |index: usize| half::bf16::from_f32((index * 7 + salt) as f32 % 23.0 * 0.1);
+        let bytes: Vec<u8> =
+            (0..ROWS * HEADS * dim).flat_map(|index| number(index).to_ne_bytes()).collect();
+        CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, [1, ROWS, HEADS, dim])
+    };
+    let [q, k, v] = [tensor(1, 16)?, tensor(2, 16)?, tensor(3, value_dim)?];
+    let shape = [1, ROWS + 2, HEADS, apart];
+    let bytes = vec![0x5a; 2 * (ROWS + 2) * HEADS * apart];
+    let out = CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, shape)?;
+    let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [1, HEADS, ROWS, 1])?;
+    let row = (HEADS * apart) as i64;
+    let first = out.view().address() + 2 * row.unsigned_abs();
+    // SAFETY: rows 1 … ROWS of the tensor, of which the first `value_dim` elements of each head.
+    let view = unsafe {
+        let strides = [0, row, apart as i64, 1];
+        CudaViewMut::from_raw(first, DType::Bf16, [1, ROWS, HEADS, value_dim], strides)
+    };
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    ring.forward(&inputs, &mut Outputs::new(view, lse.view_mut()))?;
+    cuda.stream().synchronize(DEADLINE)?;
+    out.download()
+}
+
+#[test]
+fn outputs_are_written_by_tma_or_threads_and_nothing_beside_them() {
+    const HEADS: usize = 2;
+    for value_dim in [16, 72] {
+        // contiguous; heads at multiples of 16 bytes; heads that TMA cannot address
+        let all = [value_dim, value_dim + 8, value_dim + 4].map(|apart| {
+            let bytes = out_with(apart, value_dim).unwrap();
+            let mut elements = Vec::new();
+            for (row, heads) in bytes.chunks_exact(2 * HEADS * apart).enumerate() {
+                for head in heads.chunks_exact(2 * apart) {
+                    let (own, beside) = head.split_at(2 * value_dim);
+                    let is_outside = row == 0 || row == 201;
+                    assert!(beside.iter().all(|&byte| byte == 0x5a), "{apart}: row {row}");
+                    assert!(!is_outside || own.iter().all(|&byte| byte == 0x5a), "{apart}: {row}");
+                    elements.extend(own.to_vec());
+                }
+            }
+            elements
+        });
+        assert!(all[0] == all[1] && all[0] == all[2], "{value_dim}");
+    }
 }

@@ -1,19 +1,15 @@
 //! Large sizes: offsets beyond 2³¹ and 2³² elements, and memory besides the caller's tensors.
 
-use annulus::{Attention, Dims, Setup, comm::ring::Ring};
-use annulus_comm::{Deadline, Staged, threads};
-use annulus_core::{BackwardInputs, DType, Error, Gradients, Inputs, Outputs, Result};
-use annulus_cuda::{
-    Cuda,
-    device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut},
-};
+use annulus::{Attention, Dims};
+use annulus_core::{DType, Error, Gradients, Inputs, Outputs, Result};
+use annulus_cuda::device::{CudaTensor, CudaView, CudaViewMut};
 use annulus_cuda_emulator as emulator;
 use half::bf16;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::{
-    common::DEADLINE,
-    support::{emulated, emulated_on, next_device},
+    common::{DEADLINE, ring},
+    support::{backward_inputs, emulated, emulated_on, next_device},
 };
 
 /// Rows: with the strides of the test, the last one lies beyond 2³² elements.
@@ -21,21 +17,6 @@ const ROWS: usize = 130;
 const BATCH: usize = 2;
 const HEADS: usize = 2;
 const DIM: usize = 32;
-
-/// A ring of one rank on `cuda`.
-fn ring(cuda: &Cuda, attention: &Attention, dims: Dims) -> Result<Ring<Cuda>> {
-    let staged = Staged::<_, CudaSpace>::new(
-        threads::ring(1).remove(0),
-        CudaCopier::new(cuda.stream().device())?,
-    );
-    let setup = Setup::from(attention);
-    Ring::new(
-        cuda.clone(),
-        Box::new(Deadline::new(staged, DEADLINE)?),
-        setup.spec(dims),
-        setup.ring_options(),
-    )
-}
 
 /// Reserved address space; pages are allocated when they are touched.
 struct Sparse {
@@ -130,24 +111,16 @@ impl Tensors {
         // SAFETY: every element is host memory, as that of the emulated device, and outlives the
         // pass.
         unsafe {
-            CudaView::from_raw(
-                self.address(number),
-                self.dtype,
-                [BATCH, ROWS, heads, DIM],
-                self.strides,
-            )
+            let shape = [BATCH, ROWS, heads, DIM];
+            CudaView::from_raw(self.address(number), self.dtype, shape, self.strides)
         }
     }
 
     fn view_mut(&self, number: u64, heads: usize) -> CudaViewMut<'_> {
         // SAFETY: as above; no two elements overlap.
         unsafe {
-            CudaViewMut::from_raw(
-                self.address(number),
-                self.dtype,
-                [BATCH, ROWS, heads, DIM],
-                self.strides,
-            )
+            let shape = [BATCH, ROWS, heads, DIM];
+            CudaViewMut::from_raw(self.address(number), self.dtype, shape, self.strides)
         }
     }
 
@@ -162,36 +135,12 @@ impl Tensors {
             .for_each(|(number, heads)| self.fill(number, heads));
         let mut lse =
             CudaTensor::uninitialized(cuda.stream(), DType::F32, [BATCH, HEADS, ROWS, 1])?;
-        let inputs = Inputs {
-            q: self.view(0, HEADS),
-            k: self.view(1, 1),
-            v: self.view(2, 1),
-            bias: None,
-            sinks: None,
-        };
-        let mut outputs = Outputs {
-            out: self.view_mut(4, HEADS),
-            lse: lse.view_mut(),
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        };
-        ring.forward(&inputs, &mut outputs)?;
-        let inputs = BackwardInputs {
-            forward: inputs,
-            out: self.view(4, HEADS),
-            max: lse.view(),
-            sum: None,
-            ties: None,
-            dout: self.view(3, HEADS),
-            dlse: None,
-            out_residual: None,
-        };
-        let dq = self.view_mut(5, HEADS);
-        let dk = self.view_mut(6, 1);
-        let dv = self.view_mut(7, 1);
-        ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })?;
+        let inputs = Inputs::new(self.view(0, HEADS), self.view(1, 1), self.view(2, 1));
+        ring.forward(&inputs, &mut Outputs::new(self.view_mut(4, HEADS), lse.view_mut()))?;
+        let rows = [self.view(4, HEADS), lse.view(), self.view(3, HEADS)];
+        let gradients =
+            &mut Gradients::new(self.view_mut(5, HEADS), self.view_mut(6, 1), self.view_mut(7, 1));
+        ring.backward(&backward_inputs(inputs, rows), gradients)?;
         cuda.stream().synchronize(DEADLINE)?;
         Ok([(4, HEADS), (5, HEADS), (6, 1), (7, 1)]
             .map(|(number, heads)| self.bytes(number, heads))
@@ -238,59 +187,21 @@ fn held(
     let stream = cuda.stream();
     let attention = Attention::new().forward_only(!backward).dtype(dtype);
     let shape = [1, len, heads, dim];
-    let zeros = || {
-        CudaTensor::upload(
-            stream,
-            &vec![0; shape.iter().product::<usize>() * dtype.bytes()],
-            dtype,
-            shape,
-        )
-    };
-    let q = zeros()?;
-    let k = zeros()?;
-    let v = zeros()?;
-    let dout = zeros()?;
-    let mut out = zeros()?;
-    let mut dq = zeros()?;
-    let mut dk = zeros()?;
-    let mut dv = zeros()?;
+    let bytes = shape.iter().product::<usize>() * dtype.bytes();
+    let zeros = || CudaTensor::upload(stream, &vec![0; bytes], dtype, shape);
+    let [q, k, v, dout] = [zeros()?, zeros()?, zeros()?, zeros()?];
+    let [mut out, mut dq, mut dk, mut dv] = [zeros()?, zeros()?, zeros()?, zeros()?];
     let mut lse = CudaTensor::uninitialized(stream, DType::F32, [1, heads, len, 1])?;
     let tensors = emulator::most_bytes(ordinal);
     let mut ring = ring(&cuda, &attention, Dims::new(1, len, heads, dim))?;
-    let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
-    ring.forward(
-        &inputs,
-        &mut Outputs {
-            out: out.view_mut(),
-            lse: lse.view_mut(),
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        },
-    )?;
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    ring.forward(&inputs, &mut Outputs::new(out.view_mut(), lse.view_mut()))?;
     if backward {
-        let inputs = BackwardInputs {
-            forward: inputs,
-            out: out.view(),
-            max: lse.view(),
-            sum: None,
-            ties: None,
-            dout: dout.view(),
-            dlse: None,
-            out_residual: None,
-        };
-        let gradients = &mut Gradients {
-            dq: dq.view_mut(),
-            dk: dk.view_mut(),
-            dv: dv.view_mut(),
-            dbias: None,
-            dsinks: None,
-        };
-        ring.backward(&inputs, gradients)?;
+        let inputs = backward_inputs(inputs, [out.view(), lse.view(), dout.view()]);
+        ring.backward(&inputs, &mut Gradients::new(dq.view_mut(), dk.view_mut(), dv.view_mut()))?;
     }
     stream.synchronize(DEADLINE)?;
-    Ok((emulator::most_bytes(ordinal) - tensors, shape.iter().product::<usize>() * dtype.bytes()))
+    Ok((emulator::most_bytes(ordinal) - tensors, bytes))
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::{
     cell::Cell,
+    ops::Range,
     path::PathBuf,
     sync::{
         Arc,
@@ -10,11 +11,14 @@ use std::{
     time::Duration,
 };
 
-use annulus_conformance::{Case, Draw, Masks, Setting, Subject};
-use annulus_core::{DType, Dims, Result, Spec, mask::Predicate};
+use annulus_conformance::{Case, Draw, Masks, Setting, Subject, suite};
+use annulus_core::{
+    Alibi, Alignment, BackwardInputs, BiasOrder, DType, Dims, Dropout, Inputs, Result, SinkShape,
+    Spec, mask::Predicate,
+};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Compiler, Device, ImageCache, Stream},
+    device::{Compiler, CudaView, Device, ImageCache, Stream},
 };
 use annulus_cuda_emulator as emulator;
 use ndarray::Axis;
@@ -66,12 +70,88 @@ pub(crate) fn masked_rows_change_no_bit(
             }
         }
     }
-    let run = |case: &Case| {
-        let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
-        Ok::<_, String>(answers.into_iter().next())
-    };
-    let want = run(&clean)?.ok_or("no answer")?;
-    run(&poisoned)?.ok_or("no answer")?.same_bits(&want)
+    let want = suite::run(subject, &clean, &Setting::ALONE)?;
+    suite::run(subject, &poisoned, &Setting::ALONE)?.same_bits(&want)
+}
+
+/// A case in which every head has its own bias, slope, sinks and dropout.
+pub(crate) fn every_feature(dims: Dims, masks: Masks, dtype: DType) -> Case {
+    let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
+    let draw = &mut Draw::new(q_len as u64);
+    let name = format!("every feature, {q_len} queries of {q_heads} heads");
+    let mut case = Case::new(name, Spec::new(dims, DType::F64), masks, draw);
+    case.spec.alignment = Alignment::BottomRight;
+    case.spec.bias = Some([1, q_heads, q_len, kv_len]);
+    case.spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
+    case.spec.sinks = Some(SinkShape { per_head: true, count: 2 });
+    case.spec.dropout = Some(Dropout { probability: 0.3, seed: 77 });
+    case.spec.soft_cap = Some(5.0);
+    case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
+    case.draw_tensors(draw);
+    // a bias of −∞ masks the pair, for one head only
+    case.bias.iter_mut().flatten().step_by(17).for_each(|bias| *bias = f64::NEG_INFINITY);
+    case.in_dtype(dtype)
+}
+
+type Change = fn(&mut Spec);
+
+/// Changes of a spec that change the scores.
+pub(crate) const SCORE_OPTIONS: [(&str, Change); 8] = [
+    ("soft cap", |spec| spec.soft_cap = Some(1.5)),
+    ("alibi", |spec| spec.bias_function = Some(Arc::new(Alibi::published(2)))),
+    ("bias", |spec| spec.bias = Some([1, 2, spec.dims.q_len, spec.dims.kv_len])),
+    ("dropout", |spec| spec.dropout = Some(Dropout { probability: 0.4, seed: 8 })),
+    ("bias before cap", |spec| {
+        spec.bias = Some([1, 1, 1, spec.dims.kv_len]);
+        spec.bias_order = BiasOrder::BeforeSoftCap;
+        spec.soft_cap = Some(2.0);
+    }),
+    ("rounded scores", |spec| spec.logits_dtype = DType::Bf16),
+    ("negative scale", |spec| spec.scale = -0.3),
+    ("zero scale", |spec| spec.scale = 0.0),
+];
+
+/// Inputs of a backward pass without gradients of lse.
+pub(crate) const fn backward_inputs<'a>(
+    forward: Inputs<CudaView<'a>>,
+    [out, lse, dout]: [CudaView<'a>; 3],
+) -> BackwardInputs<CudaView<'a>> {
+    BackwardInputs {
+        forward,
+        out,
+        max: lse,
+        sum: None,
+        ties: None,
+        dout,
+        dlse: None,
+        out_residual: None,
+    }
+}
+
+/// Blocks of `kernels` in a pass on a device that all ranks share, whose answer must be right.
+pub(crate) fn blocks<const N: usize>(
+    case: &Case,
+    setting: &Setting,
+    kernels: [&str; N],
+    open: impl Fn(usize) -> Result<Cuda>,
+) -> std::result::Result<[u64; N], String> {
+    let ordinal = next_device();
+    let subject = staged("one emulated gpu", Duration::ZERO, || open(ordinal));
+    suite::answer(&subject, case, setting)?;
+    Ok(kernels.map(|kernel| emulator::blocks(ordinal, kernel)))
+}
+
+/// Requires the same bits in all orders of threads, blocks and copies with these seeds.
+pub(crate) fn orders_change_no_bit<S: Subject>(
+    subject: impl Fn() -> S,
+    case: &Case,
+    seeds: Range<u64>,
+) {
+    let run = |seed| with_seed(seed, || suite::run(&subject(), case, &Setting::ALONE));
+    let want = run(seeds.start).expect("an answer");
+    for answer in seeds.skip(1).map(run) {
+        answer.and_then(|answer| answer.same_bits(&want)).expect("the same bits");
+    }
 }
 
 /// Allots one device to every rank of every run, so that a failed device affects one run only. All

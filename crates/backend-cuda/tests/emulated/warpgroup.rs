@@ -1,10 +1,8 @@
 //! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, the kernels that serve
 //! a pass, and numbers that are not finite.
 
-use std::time::Duration;
-
 use annulus_conformance::{
-    Case, Draw, Judge, Masks, Setting, Subject,
+    Case, Draw, Masks, Setting, Subject,
     suite::{self, Poison, Scale},
 };
 use annulus_core::{Backend, Batch, DType, DenseMask, Dims, Dropout, Error, Spec};
@@ -17,11 +15,8 @@ use annulus_plan::Layout;
 use ndarray::s;
 
 use crate::{
-    common::{OnMultiplesOfEight, staged},
-    support::{
-        compiler, emulated, hopper, hopper_on, masked_rows_change_no_bit, next_device,
-        on_warpgroups, with_seed,
-    },
+    common::OnMultiplesOfEight,
+    support::{blocks, compiler, emulated, hopper, hopper_on, on_warpgroups},
 };
 
 #[test]
@@ -92,15 +87,8 @@ fn layouts_that_tma_does_not_support_are_refused() {
 /// A case of two tiles of queries, and of more tiles of keys than stages, of which the last one
 /// ends within a word of the tile mask.
 fn several_tiles(dim: usize, masks: Masks) -> Case {
-    let dims = Dims {
-        batch: 1,
-        q_len: 203,
-        kv_len: 390,
-        q_heads: 2,
-        kv_heads: 1,
-        head_dim: dim,
-        value_dim: dim / 2 + 8,
-    };
+    let value_dim = dim / 2 + 8;
+    let dims = Dims { kv_len: 390, kv_heads: 1, value_dim, ..Dims::new(1, 203, 2, dim) };
     Case::new(format!("dim {dim}"), Spec::new(dims, DType::F64), masks, &mut Draw::new(dim as u64))
 }
 
@@ -114,8 +102,7 @@ fn every_dim_holds_on_warpgroups() {
             (DType::F16, window.clone()),
             (DType::Bf16, Masks::default()),
         ] {
-            verdict(&on_warpgroups(None), &several_tiles(dim, masks).in_dtype(dtype))
-                .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+            verdict(&on_warpgroups(None), &several_tiles(dim, masks).in_dtype(dtype)).unwrap();
         }
     }
 }
@@ -181,7 +168,7 @@ fn huge_scores_have_the_weights_of_the_definition() {
         }
         let case = case.in_dtype(DType::Bf16);
         let setting = Setting::new(ranks, Layout::Contiguous);
-        let out = on_warpgroups(None).run(&case, &setting, 1).unwrap().remove(0).out;
+        let out = suite::run(&on_warpgroups(None), &case, &setting).unwrap().out;
         for ((_, i, _, x), &got) in out.indexed_iter() {
             let sum: f64 = largest.iter().map(|&key| case.v[[0, key, 0, x]]).sum();
             let want = sum / largest.len() as f64;
@@ -192,11 +179,7 @@ fn huge_scores_have_the_weights_of_the_definition() {
 
 /// Blocks that `forward_warpgroup` and `forward_matrix` launch for `queries` queries of `heads`
 /// heads, with a mask per head or without one.
-fn blocks(queries: usize, heads: usize, per_head: bool) -> Result<[u64; 2], String> {
-    let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || {
-        hopper_on(ordinal, None, Cuda::MIN_WARPGROUP_ROWS)
-    });
+fn blocks_of(queries: usize, heads: usize, per_head: bool) -> Result<[u64; 2], String> {
     let dims = Dims { q_len: queries, kv_len: 20, kv_heads: 1, ..Dims::new(1, 20, heads, 8) };
     let spec = Spec::new(dims, DType::F64);
     let mut case = Case::new("few", spec, Masks::default(), &mut Draw::new(6));
@@ -204,41 +187,32 @@ fn blocks(queries: usize, heads: usize, per_head: bool) -> Result<[u64; 2], Stri
         let mask = DenseMask::from_fn([1, heads, queries, 20], |[_, h, i, j]| (i + j + h) % 3 > 0);
         case.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
     }
-    let case = case.in_dtype(DType::Bf16);
-    let text = |error: Error| error.to_string();
-    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
-    Judge::new(&case).map_err(text)?.check(&answers[0])?;
-    Ok(["forward_warpgroup", "forward_matrix"].map(|kernel| emulator::blocks(ordinal, kernel)))
+    let kernels = ["forward_warpgroup", "forward_matrix"];
+    blocks(&case.in_dtype(DType::Bf16), &Setting::ALONE, kernels, |ordinal| {
+        hopper_on(ordinal, None, Cuda::MIN_WARPGROUP_ROWS)
+    })
 }
 
 #[test]
 fn few_queries_run_on_mma_sync() {
     // less than a tile; a tile of one head, of eight packed heads, of two
-    assert_eq!(blocks(127, 1, false), Ok([0, 1]));
-    assert_eq!(blocks(128, 1, false), Ok([1, 0]));
-    assert_eq!(blocks(16, 8, false), Ok([1, 0]));
-    assert_eq!(blocks(64, 2, false), Ok([1, 0]));
-    assert_eq!(blocks(63, 2, false), Ok([0, 1]));
+    assert_eq!(blocks_of(127, 1, false), Ok([0, 1]));
+    assert_eq!(blocks_of(128, 1, false), Ok([1, 0]));
+    assert_eq!(blocks_of(16, 8, false), Ok([1, 0]));
+    assert_eq!(blocks_of(64, 2, false), Ok([1, 0]));
+    assert_eq!(blocks_of(63, 2, false), Ok([0, 1]));
     // heads with masks of their own are not packed
-    assert_eq!(blocks(64, 2, true), Ok([0, 2]));
+    assert_eq!(blocks_of(64, 2, true), Ok([0, 2]));
 }
 
 /// Compares a case whose non-finite values in late partial tiles, in reused stages, are visible to
 /// some queries only.
-pub(crate) fn non_finite_verdict(
+fn non_finite_verdict(
     subject: &dyn Subject,
     name: &str,
     change: impl FnOnce(&mut Spec),
 ) -> Result<(), String> {
-    let dims = Dims {
-        batch: 1,
-        q_len: 90,
-        kv_len: 390,
-        q_heads: 1,
-        kv_heads: 1,
-        head_dim: 16,
-        value_dim: 16,
-    };
+    let dims = Dims { kv_len: 390, ..Dims::new(1, 90, 1, 16) };
     let masks = Masks { window: Some([None, Some(300)]), ..Masks::default() };
     let mut spec = Spec::new(dims, DType::F64);
     change(&mut spec);
@@ -247,10 +221,8 @@ pub(crate) fn non_finite_verdict(
     // fourth
     case.v[[0, 360, 0, 3]] = f64::NAN;
     case.v[[0, 385, 0, 7]] = f64::INFINITY;
-    let text = |error: Error| error.to_string();
-    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
-    let out = &answers[0].out;
-    let want = case.truth().map_err(text)?.forward.out;
+    let out = suite::run(subject, &case, &Setting::ALONE)?.out;
+    let want = case.truth().map_err(|error| error.to_string())?.forward.out;
     for (index, (got, want)) in out.iter().zip(&want).enumerate() {
         if !(got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan())) {
             return Err(format!("{name}: out[{index}]: got {got}, want {want}"));
@@ -282,24 +254,14 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
     }
 }
 
-#[test]
-fn masked_rows_that_are_not_finite_change_no_bit_on_warpgroups() {
-    masked_rows_change_no_bit(&warpgroups(), DType::F16, [300, 64]).unwrap();
-}
-
 /// Blocks of the kernels without and with an epilogue.
 fn kernels_of(change: impl FnOnce(&mut Spec)) -> Result<[u64; 2], String> {
-    let ordinal = next_device();
-    let subject = staged("one emulated gpu", Duration::ZERO, move || hopper_on(ordinal, None, 0));
     let mut spec = Spec::new(Dims::new(1, 20, 1, 8), DType::F64);
     change(&mut spec);
     let case = Case::new("epilogue", spec, Masks::default(), &mut Draw::new(6));
-    let case = case.in_dtype(DType::Bf16);
-    let text = |error: Error| error.to_string();
-    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
-    Judge::new(&case).map_err(text)?.check(&answers[0])?;
-    Ok(["forward_warpgroup", "forward_warpgroup_epilogue"]
-        .map(|kernel| emulator::blocks(ordinal, kernel)))
+    let kernels = ["forward_warpgroup", "forward_warpgroup_epilogue"];
+    let open = |ordinal| hopper_on(ordinal, None, 0);
+    blocks(&case.in_dtype(DType::Bf16), &Setting::ALONE, kernels, open)
 }
 
 #[test]
@@ -328,18 +290,5 @@ pub(crate) fn case([head_dim, value_dim]: [usize; 2], queries: usize, few: bool)
 }
 
 pub(crate) fn verdict(subject: &dyn Subject, case: &Case) -> Result<(), String> {
-    let answers = subject.run(case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
-    Judge::new(case).map_err(|error| error.to_string())?.check(&answers[0])
-}
-
-#[test]
-fn the_order_of_threads_and_copies_changes_no_bit_on_warpgroups() {
-    let case = case(TWO_PANELS, 120, false);
-    let run = |seed| {
-        with_seed(seed, || on_warpgroups(None).run(&case, &Setting::ALONE, 1)).unwrap().remove(0)
-    };
-    let want = run(11);
-    for seed in 12..16 {
-        run(seed).same_bits(&want).unwrap();
-    }
+    suite::answer(subject, case, &Setting::ALONE).map(drop)
 }

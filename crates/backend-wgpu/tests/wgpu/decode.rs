@@ -7,21 +7,20 @@ use std::sync::Arc;
 use annulus::{
     Attention, Cache, CacheShape, Dims, Error, Layout, LocalCache, Runtime, SinkShape, Spec,
     backend::{AnyBackend, BackendName},
-    comm::threads::{each_rank, ring},
+    comm::threads::{Threads, each_rank, ring},
 };
 use annulus_conformance::{
-    Case, Draw, Judge, Masks, Setting, Subject,
+    Case, Draw, Masks, Setting,
     suite::{
         self,
         kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence, numbers, worst},
     },
-    wgpu::WgpuRing,
 };
 use annulus_core::{Alibi, DType, Dropout, OnHost, Result};
 use annulus_wgpu::{Gpu, Level, Options, Wgpu};
 use ndarray::{Array4, s};
 
-use crate::{adapter, gpu, gpu_at, open};
+use crate::{adapter, answer, gpu, gpu_at, open};
 
 /// The last queries of a causal sequence.
 fn at_the_end(dims: &Dims) -> Masks {
@@ -75,22 +74,14 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-/// Requires that the device's answer agrees with the oracle's.
-fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
-    let answer = ring.run(case, setting, 1).expect("an answer").remove(0);
-    let judged = Judge::new(case).expect("a truth").check(&answer);
-    judged.unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
-}
-
 #[test]
 fn few_queries_and_many_keys_hold() {
     let Some(gpu) = gpu() else { return };
-    let ring = WgpuRing::new(gpu);
     for (number, case) in cases().iter().enumerate() {
-        holds(&ring, &case.in_dtype(DType::F32), &Setting::ALONE);
+        answer(&gpu, &case.in_dtype(DType::F32), &Setting::ALONE);
         if number == 0 {
-            holds(&ring, &case.in_dtype(DType::F32), &Setting::new(2, Layout::Contiguous));
-            holds(&ring, &case.in_dtype(DType::Bf16), &Setting::ALONE);
+            answer(&gpu, &case.in_dtype(DType::F32), &Setting::new(2, Layout::Contiguous));
+            answer(&gpu, &case.in_dtype(DType::Bf16), &Setting::ALONE);
         }
     }
 }
@@ -104,10 +95,9 @@ fn ranges_of_several_chunks_and_submissions_hold() {
         most_part_flops: Some(8_000_000),
         ..Options::default()
     };
-    let Some(small) = open(&options) else { return };
-    let ring = WgpuRing::new(small);
+    let Some(gpu) = open(&options) else { return };
     for case in &cases()[..2] {
-        holds(&ring, &case.in_dtype(DType::F32), &Setting::ALONE);
+        answer(&gpu, &case.in_dtype(DType::F32), &Setting::ALONE);
     }
 }
 
@@ -117,11 +107,16 @@ fn the_matrix_level_holds_for_few_queries() {
         return;
     }
     let Some(gpu) = gpu_at(Level::Matrix) else { return };
-    let ring = WgpuRing::new(gpu);
     // f32 has no matrices, but reductions by shuffles
     for (case, dtype) in [(0, DType::F16), (2, DType::F16), (0, DType::F32)] {
-        holds(&ring, &cases()[case].in_dtype(dtype), &Setting::ALONE);
+        answer(&gpu, &cases()[case].in_dtype(dtype), &Setting::ALONE);
     }
+}
+
+/// Creates the cache of a rank on the device.
+fn cache(gpu: &Gpu, attention: &Attention, transport: Threads) -> Result<Cache> {
+    let backend = Wgpu::on_host(gpu.clone());
+    Cache::with_backend(attention, &Runtime::new(), CACHED.shape(), backend, transport)
 }
 
 /// Creates the backend of a rank: all share the device.
@@ -158,13 +153,7 @@ fn refused_tokens_are_overwritten_on_wgpu() {
     let all = Sequence::<f32>::new(CACHED.dims, None);
     let other = numbers::<f32>(9, [2, 7, 2, 8]);
     let outs = each_rank(ring(2), |_, transport| {
-        let mut cache = Cache::with_backend(
-            &attention,
-            &Runtime::new(),
-            CACHED.shape(),
-            on(&gpu)(0)?,
-            transport,
-        )?;
+        let mut cache = cache(&gpu, &attention, transport)?;
         all.step(&mut cache, 0..53)?;
         // a speculation, which has been computed when it is refused
         cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
@@ -173,13 +162,7 @@ fn refused_tokens_are_overwritten_on_wgpu() {
         Ok([refused.out, all.step(&mut cache, 53..61)?.out])
     });
     let want = each_rank(ring(2), |_, transport| {
-        let mut cache = Cache::with_backend(
-            &attention,
-            &Runtime::new(),
-            CACHED.shape(),
-            on(&gpu)(0)?,
-            transport,
-        )?;
+        let mut cache = cache(&gpu, &attention, transport)?;
         all.step(&mut cache, 0..53)?;
         Ok(all.step(&mut cache, 53..61)?.out)
     });
@@ -196,13 +179,7 @@ fn ranks_on_the_cpu_and_on_wgpu_share_a_kv_cache() {
     let of_ranks = |gpus: bool| {
         let computed = each_rank(ring(3), |rank, transport| {
             let mut cache = if gpus && rank > 0 {
-                Cache::with_backend(
-                    &attention,
-                    &Runtime::new(),
-                    CACHED.shape(),
-                    on(&gpu)(rank)?,
-                    transport,
-                )?
+                cache(&gpu, &attention, transport)?
             } else {
                 Cache::new(&attention, &Runtime::new(), CACHED.shape(), transport)?
             };

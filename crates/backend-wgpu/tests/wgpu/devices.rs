@@ -140,12 +140,9 @@ fn lose(doom: Doom) {
         let mut outputs = outputs(gpu, &ring, dims)?;
         let mut gradients = tensors(gpu, &ring, dims)?;
         let [q, k, v] = &inputs;
-        let inputs = Inputs { q, k, v, bias: None, sinks: None };
+        let inputs = Inputs::new(q, k, v);
         let [out, lse] = &mut outputs;
-        ring.forward(
-            &inputs,
-            &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
-        )?;
+        ring.forward(&inputs, &mut Outputs::new(out, lse))?;
         let start = Instant::now();
         if rank == 1 {
             match doom {
@@ -167,16 +164,11 @@ fn lose(doom: Doom) {
                     out_residual: None,
                 };
                 let [dq, dk, dv] = &mut gradients;
-                ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })
-                    .err()
+                ring.backward(&inputs, &mut Gradients::new(dq, dk, dv)).err()
             }
             _ => {
                 let [out, lse] = &mut outputs;
-                ring.forward(
-                    &inputs,
-                    &mut Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None },
-                )
-                .err()
+                ring.forward(&inputs, &mut Outputs::new(out, lse)).err()
             }
         };
         let errors = (pass(), pass());
@@ -317,19 +309,7 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
     let mut out = tensor(&gpu);
     let mut lse = Tensor::zeros(&gpu, [1, 2, 40, 1], DType::F32).unwrap();
     let mut pass = |ring: &mut annulus::comm::ring::Ring<_>| {
-        let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
-        ring.forward(
-            &inputs,
-            &mut Outputs {
-                out: &mut out,
-                lse: &mut lse,
-                max: None,
-                sum: None,
-                ties: None,
-                out_residual: None,
-            },
-        )
-        .err()
+        ring.forward(&Inputs::new(&q, &k, &v), &mut Outputs::new(&mut out, &mut lse)).err()
     };
     let error = pass(&mut ring);
     assert!(

@@ -13,28 +13,17 @@ use annulus::{
     comm::{Checksum, Staged},
 };
 use annulus_conformance::{
-    Case, Draw, FacadeOn, Judge, Masks, Setting, Subject, golden, subjects::cpu, suite,
-    wgpu::WgpuRing,
+    Case, Draw, FacadeOn, Masks, Setting, golden, subjects::cpu, suite, wgpu::WgpuRing,
 };
 use annulus_core::{Backend, BackwardMode, DType, Dropout, HostViews, Precision};
-use annulus_wgpu::{Copier, Level, Options, Wgpu, WgpuSpace};
+use annulus_wgpu::{Copier, Gpu, Level, Options, Wgpu, WgpuSpace};
 use ndarray::{Array1, Array4, ArrayView1, ArrayView2, s};
 
-use crate::{adapter, gpu, gpu_at, open};
-
-/// Requires that the device's answer agrees with the oracle's.
-fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
-    let answer = ring.run(case, setting, 1).expect("an answer").remove(0);
-    Judge::new(case)
-        .expect("a truth")
-        .check(&answer)
-        .unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
-}
+use crate::{adapter, answer, gpu, gpu_at, open, run};
 
 #[test]
 fn head_dims_from_1_to_256_hold() {
     let Some(gpu) = gpu() else { return };
-    let ring = WgpuRing::new(gpu);
     // the smallest and the largest kernels; golden cases cover the others, because lavapipe
     // compiles each for seconds
     let dims = [(1, 256), (33, 32), (256, 31)];
@@ -49,19 +38,18 @@ fn head_dims_from_1_to_256_hold() {
             Masks::default(),
             &mut Draw::new(number as u64),
         );
-        holds(&ring, &case.in_dtype(DType::F32), &Setting::new(2, Layout::Contiguous));
+        answer(&gpu, &case.in_dtype(DType::F32), &Setting::new(2, Layout::Contiguous));
     }
 }
 
 #[test]
 fn a_sample_of_the_pairs_of_choices_holds() {
     let Some(gpu) = gpu() else { return };
-    let ring = WgpuRing::new(gpu).only(super::F32);
     for (number, configuration) in
         suite::pairwise().iter().enumerate().filter(|(number, _)| number % 7 == 3)
     {
-        holds(
-            &ring,
+        answer(
+            &gpu,
             &configuration.case().in_dtype(DType::F32),
             &configuration.setting([3, 1, 4, 2][number % 4]),
         );
@@ -72,15 +60,7 @@ fn a_sample_of_the_pairs_of_choices_holds() {
 fn dropout_drops_the_pairs_that_the_cpu_drops() {
     let Some(gpu) = gpu() else { return };
     // each value is a unit vector, so that out is the matrix of probabilities
-    let dims = Dims {
-        batch: 2,
-        q_len: 32,
-        kv_len: 32,
-        q_heads: 2,
-        kv_heads: 1,
-        head_dim: 3,
-        value_dim: 32,
-    };
+    let dims = Dims { kv_heads: 1, value_dim: 32, ..Dims::new(2, 32, 2, 3) };
     let mut spec = Spec::new(dims, DType::F64);
     spec.dropout = Some(Dropout { probability: 0.37, seed: 0x9e37_79b9_7f4a_7c15 });
     let mut case =
@@ -91,8 +71,8 @@ fn dropout_drops_the_pairs_that_the_cpu_drops() {
         |(_, row, _, column)| if row == column { 1.0 } else { 0.0 },
     );
     let setting = Setting::new(3, Layout::Striped);
-    let want = cpu().run(&case, &Setting::ALONE, 1).unwrap().remove(0);
-    let got = WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0);
+    let want = suite::run(&cpu(), &case, &Setting::ALONE).unwrap();
+    let got = run(&gpu, &case, &setting);
     let dropped = |out: &Array4<f64>| out.mapv(|weight| weight == 0.0);
     assert!(dropped(&want.out) == dropped(&got.out), "other pairs were dropped");
     let kept = got.out.iter().filter(|&&weight| weight != 0.0).count() as f64;
@@ -102,15 +82,7 @@ fn dropout_drops_the_pairs_that_the_cpu_drops() {
 
 /// One case for each score epilogue that has kernels of its own, and one of all.
 fn of_epilogues() -> Vec<Case> {
-    let dims = Dims {
-        batch: 1,
-        q_len: 75,
-        kv_len: 75,
-        q_heads: 2,
-        kv_heads: 1,
-        head_dim: 20,
-        value_dim: 28,
-    };
+    let dims = Dims { kv_heads: 1, value_dim: 28, ..Dims::new(1, 75, 2, 20) };
     let causal = || Masks { causal: true, ..Masks::default() };
     let case = |name: &str, change: &dyn Fn(&mut Spec)| {
         let mut spec = Spec::new(dims, DType::F64);
@@ -138,11 +110,11 @@ fn of_epilogues() -> Vec<Case> {
     cases
 }
 
-fn epilogues_hold(ring: &WgpuRing, dtype: DType) {
+fn epilogues_hold(gpu: &Gpu, dtype: DType) {
     for case in of_epilogues() {
         // heads are packed on two ranks, and not on one
         for setting in [Setting::ALONE, Setting::new(2, Layout::Zigzag)] {
-            holds(ring, &case.in_dtype(dtype), &setting);
+            answer(gpu, &case.in_dtype(dtype), &setting);
         }
     }
 }
@@ -150,21 +122,20 @@ fn epilogues_hold(ring: &WgpuRing, dtype: DType) {
 #[test]
 fn every_score_epilogue_holds() {
     let Some(gpu) = gpu() else { return };
-    let ring = WgpuRing::new(gpu);
-    epilogues_hold(&ring, DType::F32);
+    epilogues_hold(&gpu, DType::F32);
 }
 
-/// Returns rings at level `matrix`; `None` if the adapter does not have it, which
+/// Returns the device at level `matrix`; `None` if the adapter does not have it, which
 /// `the_matrix_level_holds_if_the_adapter_has_it` reports.
-fn matrix_ring() -> Option<WgpuRing> {
+fn matrix_gpu() -> Option<Gpu> {
     let has_matrices = adapter()?.levels.contains(&Level::Matrix);
-    has_matrices.then(|| gpu_at(Level::Matrix)).flatten().map(WgpuRing::new)
+    has_matrices.then(|| gpu_at(Level::Matrix)).flatten()
 }
 
 #[test]
 fn the_matrix_level_holds_for_every_score_epilogue() {
-    let Some(ring) = matrix_ring() else { return };
-    epilogues_hold(&ring, DType::F16);
+    let Some(gpu) = matrix_gpu() else { return };
+    epilogues_hold(&gpu, DType::F16);
 }
 
 /// As on CUDA: [`Precision`] does not keep matrices from f16 inputs, and permits no rounding of
@@ -189,7 +160,7 @@ fn the_matrix_level_alone_rounds_probabilities_and_those_of_f16_alone_at_every_p
 
 #[test]
 fn the_matrix_level_holds_for_large_and_small_score_gradients() {
-    let Some(ring) = matrix_ring() else { return };
+    let Some(gpu) = matrix_gpu() else { return };
     let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
     // exponents of factors of q, k, v and dout; P is almost 1 / 40
     for (name, [q, k, v, dout], is_large) in
@@ -213,21 +184,21 @@ fn the_matrix_level_holds_for_large_and_small_score_gradients() {
             if is_large { largest > 65504.0 } else { largest < 2.0_f64.powi(-19) },
             "{largest}"
         );
-        holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
+        answer(&gpu, &case, &Setting::new(2, Layout::Contiguous));
     }
 }
 
 /// Finite values of which an invocation's sum overflows f16, as a NaN or infinity would make it.
 #[test]
 fn the_matrix_level_holds_for_values_whose_sum_overflows() {
-    let Some(ring) = matrix_ring() else { return };
+    let Some(gpu) = matrix_gpu() else { return };
     let dims = Dims { q_len: 40, kv_len: 40, ..Dims::new(1, 40, 2, 32) };
     let mut case =
         Case::new("overflow", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(6));
     case.v.mapv_inplace(|x| 30000.0 + 4000.0 * x.clamp(-2.0, 2.0));
     let case = case.in_dtype(DType::F16);
     assert!(case.v.iter().all(|&v| v < 65504.0 && 4.0 * v > 65504.0));
-    holds(&ring, &case, &Setting::new(2, Layout::Contiguous));
+    answer(&gpu, &case, &Setting::new(2, Layout::Contiguous));
 }
 
 /// Requires that every `step`-th case is right at this level, on one rank or three.
@@ -243,10 +214,7 @@ fn hold(level: Level, dtypes: &[DType], step: usize) {
     {
         let dtype = dtypes[count % dtypes.len()];
         let case = golden.case.in_dtype(dtype);
-        let judge = Judge::new(&case).expect("a truth");
-        let answer = ring.run(&case, &settings[number % 2], 1);
-        let judged = answer.map_err(|error| error.to_string()).and_then(|all| judge.check(&all[0]));
-        wrong.extend(judged.err().map(|why| format!("{}: {why}", case.name)));
+        wrong.extend(suite::answer(&ring, &case, &settings[number % 2]).err());
         count += 1;
     }
     assert!(count >= 15, "only {count} cases");

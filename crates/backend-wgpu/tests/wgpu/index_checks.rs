@@ -7,14 +7,14 @@
 //!
 //! A software driver compiles a kernel with checks for seconds. So kernels of bf16 have none here:
 //! they access arrays at the indices of those of f16; nor have kernels without matrices at
-//! level `matrix`, which have the indices of `plain` (`crates/backend-wgpu/src/kernels/tests.rs`).
+//! level `matrix`, which have the indices of `plain` (`crates/backend-wgpu/src/kernels/tests/mod.rs`).
 //!
 //! Code of the kernels that this adapter does not execute, because it depends on the device:
 //! matrices of subgroups that are smaller than the device's largest, and products of 32 × 32 bits
 //! without 64-bit integers. A changed text executes it, and must give the same bits.
 
 use annulus::{Dims, Spec};
-use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
+use annulus_conformance::{Answer, Case, Draw, Masks, Setting, Subject, suite, wgpu::WgpuRing};
 use annulus_core::{DType, Dropout, Error, Result};
 use annulus_wgpu::{
     Adapter, Gpu, KernelEdit, Level, Options, QueryTileSize, RegisterTile, Translate, Translation,
@@ -29,7 +29,7 @@ use annulus_wgpu::{
     },
 };
 
-use crate::{F16, F32, adapter, gpu_at, gpu_with, open};
+use crate::{F16, F32, adapter, answer, gpu_at, gpu_with, open, run};
 
 /// Checks of indices in kernels.
 #[derive(Debug, Clone, Copy)]
@@ -194,11 +194,7 @@ fn all_epilogues(spec: &mut Spec) {
 fn holds(devices: &IndexChecks, case: &Case) {
     for &dtype in devices.dtypes() {
         let case = case.in_dtype(dtype);
-        let name = || format!("{}, {}, {dtype:?}", devices.name(), case.name);
-        let answers = devices.run(&case, &Setting::ALONE, 1);
-        let answer = answers.unwrap_or_else(|error| panic!("{}: {error}", name())).remove(0);
-        let judged = Judge::new(&case).expect("a truth").check(&answer);
-        judged.unwrap_or_else(|wrong| panic!("{}: {wrong}", name()));
+        suite::answer(devices, &case, &Setting::ALONE).expect("a right answer");
     }
 }
 
@@ -297,13 +293,9 @@ fn an_index_beyond_its_array_is_found() {
         holds(&devices, &case);
         for edit in edits {
             let devices = devices.edited(*edit).expect("the same devices");
-            let answers = devices.run(&case.in_dtype(dtype), &Setting::ALONE, 1);
-            let error = answers.err().map(|error| error.to_string()).unwrap_or_default();
-            assert!(
-                error.contains("other bits"),
-                "{tile:?} {dtype} {checks:?} {}: {error}",
-                edit.to
-            );
+            let answer = suite::run(&devices, &case.in_dtype(dtype), &Setting::ALONE);
+            let error = answer.err().unwrap_or_default();
+            assert!(error.contains("other bits"), "{tile:?} {dtype} {checks:?}: {error}");
         }
     }
 }
@@ -319,24 +311,11 @@ fn unexecuted_case(dropout: Option<Dropout>, dtype: DType) -> Case {
     Case::new("a text that is not chosen", spec, causal, &mut Draw::new(4)).in_dtype(dtype)
 }
 
-fn run(gpu: &Gpu, case: &Case) -> Answer {
-    let answers = WgpuRing::new(gpu.clone()).run(case, &Setting::ALONE, 1);
-    answers.unwrap_or_else(|error| panic!("{}: {error}", case.name)).remove(0)
-}
-
-/// Returns the answer of a device, which must be right.
-fn right_answer(gpu: &Gpu, case: &Case) -> Answer {
-    let answer = run(gpu, case);
-    let judge = Judge::new(case).expect("a truth");
-    judge.check(&answer).unwrap_or_else(|wrong| panic!("{wrong}"));
-    answer
-}
-
 /// Requires the same bits as `want` with one kernel changed, for each of them.
 fn changes_no_bit(gpu: &Gpu, case: &Case, want: &Answer, from: &'static str, to: &'static str) {
     for kernel in KERNELS {
         let edited = gpu.edited(KernelEdit { kernel, from, to }).expect("the same device");
-        let same = run(&edited, case).same_bits(want);
+        let same = run(&edited, case, &Setting::ALONE).same_bits(want);
         same.unwrap_or_else(|why| panic!("{kernel}, {from}: {why}"));
     }
 }
@@ -348,10 +327,10 @@ fn the_matrix_level_holds_for_subgroups_smaller_than_the_largest() {
     if adapter.levels.contains(&Level::Matrix) {
         let Some(gpu) = gpu_at(Level::Matrix) else { return };
         let case = unexecuted_case(None, DType::F16);
-        let want = right_answer(&gpu, &case);
+        let want = answer(&gpu, &case, &Setting::ALONE);
         // lavapipe has one size: without the path for others
         let of_any_size = gpu.with_smaller_subgroups().expect("the same device");
-        let same = run(&of_any_size, &case).same_bits(&want);
+        let same = run(&of_any_size, &case, &Setting::ALONE).same_bits(&want);
         same.unwrap_or_else(|why| panic!("the path of the largest subgroups: {why}"));
         let from = "let matrices_are_owned = matrix_rounds ==";
         let to = "let matrices_are_owned = 64u + matrix_rounds ==";
@@ -369,7 +348,7 @@ fn dropout_is_the_same_without_64_bit_integers_and_for_keys_of_several_blocks() 
         return;
     }
     let case = unexecuted_case(Some(Dropout { probability: 0.3, seed: 7 }), DType::F32);
-    let want = right_answer(&gpu, &case);
+    let want = answer(&gpu, &case, &Setting::ALONE);
     changes_no_bit(&gpu, &case, &want, "= wide_product(", "= product_by_halves(");
     changes_no_bit(&gpu, &case, &want, "if (are_one_block) {", "if (false) {");
 }

@@ -5,32 +5,28 @@ use annulus::{
     Attention, Dims, Error, Layout, SinkShape, Spec,
     comm::threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, wgpu::WgpuRing};
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, suite, wgpu::WgpuRing};
 use annulus_core::DType;
 use annulus_wgpu::{Gpu, KernelEdit, Options};
 
-use super::{gpu, open, ring};
+use super::{answer, gpu, open, ring, run};
 
 /// A case of two GQA groups, two batch rows and a bias on all axes, long enough to be split.
 fn long_case() -> Case {
-    let dims = Dims {
-        batch: 2,
-        q_len: 150,
-        kv_len: 150,
-        q_heads: 4,
-        kv_heads: 2,
-        head_dim: 5,
-        value_dim: 7,
-    };
+    let dims = Dims { kv_heads: 2, value_dim: 7, ..Dims::new(2, 150, 4, 5) };
     let mut spec = Spec::new(dims, DType::F64);
     spec.sinks = Some(SinkShape { per_head: true, count: 1 });
     spec.bias = Some([2, 4, 150, 150]);
     Case::new("long", spec, Masks { causal: true, ..Masks::default() }, &mut Draw::new(5))
 }
 
+fn causal(name: &str, dims: Dims, dtype: DType) -> Case {
+    let masks = Masks { causal: true, ..Masks::default() };
+    Case::new(name, Spec::new(dims, DType::F64), masks, &mut Draw::new(8)).in_dtype(dtype)
+}
+
 #[test]
 fn tensors_larger_than_a_binding_are_processed_in_parts() {
-    let Some(whole) = gpu() else { return };
     // the bias alone has 720 000 bytes
     let Some(small) = open(&Options { most_binding_bytes: Some(80 << 10), ..Options::default() })
     else {
@@ -38,11 +34,7 @@ fn tensors_larger_than_a_binding_are_processed_in_parts() {
     };
     let case = long_case().in_dtype(DType::F32);
     for setting in [Setting::ALONE, Setting::new(2, Layout::Zigzag)] {
-        let [want, got] = [whole.clone(), small.clone()]
-            .map(|gpu| WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0));
-        let judge = Judge::new(&case).unwrap();
-        judge.check(&want).unwrap();
-        judge.check(&got).unwrap();
+        answer(&small, &case, &setting);
     }
 }
 
@@ -54,15 +46,8 @@ fn accumulators_larger_than_a_buffer_are_divided() {
         return;
     };
     let dims = Dims { kv_heads: 1, ..Dims::new(2, 200, 4, 40) };
-    let case = Case::new(
-        "divided",
-        Spec::new(dims, DType::F64),
-        Masks { causal: true, ..Masks::default() },
-        &mut Draw::new(8),
-    );
-    let case = case.in_dtype(DType::F16);
-    let answer = WgpuRing::new(small).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
-    Judge::new(&case).unwrap().check(&answer).unwrap();
+    let case = causal("divided", dims, DType::F16);
+    answer(&small, &case, &Setting::ALONE);
 }
 
 /// Large commands in small: wgpu limits a buffer to 2^31 − 1 bytes on most adapters. Queries of
@@ -78,12 +63,8 @@ fn queries_above_half_a_buffer_and_accumulators_of_one_byte_more_than_a_buffer_a
     ] {
         let options = Options { most_buffer_bytes: Some(most_buffer_bytes), ..Options::default() };
         let Some(small) = open(&options) else { return };
-        let spec = Spec::new(dims, DType::F64);
-        let masks = Masks { causal: true, ..Masks::default() };
-        let case = Case::new(name, spec, masks, &mut Draw::new(10)).in_dtype(dtype);
-        let answers = WgpuRing::on_host(small).run(&case, &Setting::ALONE, 1);
-        let answer = answers.unwrap_or_else(|error| panic!("{name}: {error}")).remove(0);
-        Judge::new(&case).unwrap().check(&answer).unwrap();
+        let case = causal(name, dims, dtype);
+        suite::answer(&WgpuRing::on_host(small), &case, &Setting::ALONE).unwrap();
     }
 }
 
@@ -96,9 +77,7 @@ fn submissions_of_bounded_work_give_the_same_bits() {
         return;
     };
     let case = long_case().in_dtype(DType::F32);
-    let [want, got] = [whole, slow]
-        .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
-    Judge::new(&case).unwrap().check(&got).unwrap();
+    let [want, got] = [whole, slow].map(|gpu| answer(&gpu, &case, &Setting::ALONE));
     assert_eq!(want, got);
 }
 
@@ -121,16 +100,7 @@ fn gradients_of_sinks_are_summed_in_submissions_of_bounded_work() {
         let mistakes = if per_head { &mistakes[..3] } else { &mistakes };
         let masks = Masks { causal: true, ..Masks::default() };
         let case = Case::new("sinks", spec, masks, &mut Draw::new(12)).in_dtype(DType::F32);
-        let judge = Judge::new(&case).unwrap();
-        let judged = |gpu: &Gpu| {
-            let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
-            judge.check(&answers.unwrap().remove(0))
-        };
-        judged(&slow).unwrap();
-        for &(from, to) in mistakes {
-            let wrong = slow.edited(KernelEdit { kernel: "sinks", from, to }).unwrap();
-            assert!(judged(&wrong).is_err(), "{to}");
-        }
+        mistakes_are_wrong(&slow, &case, "sinks", mistakes);
     }
 }
 
@@ -142,40 +112,17 @@ fn workgroups_beyond_one_axis_of_the_grid_use_a_second_axis() {
         return;
     };
     assert_eq!(narrow.device().limits().max_compute_workgroups_per_dimension, 20);
-    let dims = Dims {
-        batch: 2,
-        q_len: 100,
-        kv_len: 100,
-        q_heads: 8,
-        kv_heads: 4,
-        head_dim: 5,
-        value_dim: 7,
-    };
-    let case = Case::new(
-        "wide",
-        Spec::new(dims, DType::F64),
-        Masks { causal: true, ..Masks::default() },
-        &mut Draw::new(6),
-    );
-    let case = case.in_dtype(DType::F32);
-    let answer = WgpuRing::new(narrow).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
-    Judge::new(&case).unwrap().check(&answer).unwrap();
+    let dims = Dims { kv_heads: 4, value_dim: 7, ..Dims::new(2, 100, 8, 5) };
+    let case = causal("wide", dims, DType::F32);
+    answer(&narrow, &case, &Setting::ALONE);
 }
 
 #[test]
 fn more_than_65_535_workgroups_use_a_second_axis() {
     let Some(gpu) = gpu() else { return };
     // a workgroup copies 64 elements: 66 000 workgroups for the keys alone
-    let dims = Dims {
-        batch: 1,
-        q_len: 1,
-        kv_len: 16_500,
-        q_heads: 8,
-        kv_heads: 8,
-        head_dim: 32,
-        value_dim: 2,
-    };
-    holds(gpu, dims);
+    let dims = Dims { kv_len: 16_500, value_dim: 2, ..Dims::new(1, 1, 8, 32) };
+    holds(&gpu, dims);
 }
 
 #[test]
@@ -183,49 +130,27 @@ fn every_tile_of_a_long_row_is_computed() {
     // Mesa before 23 leaves loops early: here after about 15 000 keys, with longer vectors after a
     // few thousand
     let Some(gpu) = gpu() else { return };
-    let dims = Dims {
-        batch: 1,
-        q_len: 1,
-        kv_len: 17_000,
-        q_heads: 1,
-        kv_heads: 1,
-        head_dim: 64,
-        value_dim: 2,
-    };
-    holds(gpu.clone(), dims);
-    holds(gpu, Dims { q_len: 17_000, kv_len: 1, ..dims });
+    let dims = Dims { kv_len: 17_000, value_dim: 2, ..Dims::new(1, 1, 1, 64) };
+    holds(&gpu, dims);
+    holds(&gpu, Dims { q_len: 17_000, kv_len: 1, ..dims });
 }
 
 /// Runs forward and backward and compares the answer with the oracle's.
-fn holds(gpu: Gpu, dims: Dims) {
+fn holds(gpu: &Gpu, dims: Dims) {
     let case = Case::new("long", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7))
         .in_dtype(DType::F32);
-    let answer = WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).expect("an answer").remove(0);
-    Judge::new(&case).expect("a truth").check(&answer).expect("the truth");
+    answer(gpu, &case, &Setting::ALONE);
 }
 
 #[test]
 fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
     let Some(plenty) = gpu() else { return };
     // one tile of these keys is 32 rows of 32 KiB in one binding
-    let dims = Dims {
-        batch: 1,
-        q_len: 64,
-        kv_len: 64,
-        q_heads: 32,
-        kv_heads: 32,
-        head_dim: 128,
-        value_dim: 128,
-    };
-    let Some(small) = open(&Options { most_binding_bytes: Some(64 << 10), ..Options::default() })
-    else {
-        return;
-    };
-    let Some(little) = open(&Options { most_buffer_bytes: Some(256 << 10), ..Options::default() })
-    else {
-        return;
-    };
-    for poor in [small, little] {
+    let dims = Dims::new(1, 64, 32, 128);
+    for (most_binding_bytes, most_buffer_bytes) in [(Some(64 << 10), None), (None, Some(256 << 10))]
+    {
+        let options = Options { most_binding_bytes, most_buffer_bytes, ..Options::default() };
+        let Some(poor) = open(&options) else { return };
         let errors = each_rank(threads::ring(2), |rank, transport| {
             let gpu = if rank == 1 { &poor } else { &plenty };
             Ok(ring(gpu, transport, &Attention::new(), dims).err())
@@ -237,6 +162,21 @@ fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
             errors[1]
         );
         assert!(errors[0].is_some(), "{errors:?}");
+    }
+}
+
+/// Requires a right answer, and wrong ones of a kernel with any of these texts changed.
+fn mistakes_are_wrong(
+    gpu: &Gpu,
+    case: &Case,
+    kernel: &'static str,
+    mistakes: &[(&'static str, &'static str)],
+) {
+    let judge = Judge::new(case).expect("a truth");
+    answer(gpu, case, &Setting::ALONE);
+    for &(from, to) in mistakes {
+        let wrong = gpu.edited(KernelEdit { kernel, from, to }).expect("the same device");
+        assert!(judge.check(&run(&wrong, case, &Setting::ALONE)).is_err(), "{to}");
     }
 }
 
@@ -257,8 +197,7 @@ fn more_sinks_than_iterations_of_a_software_adapter_are_added() {
     for normalize in [true, false] {
         let dims = Dims { kv_len: 32, ..Dims::new(1, 3, 1, 8) };
         let case = sinks_case("many sinks", 70_000, dims, normalize);
-        let answer = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
-        Judge::new(&case).unwrap().check(&answer).unwrap();
+        answer(&gpu, &case, &Setting::ALONE);
     }
 }
 
@@ -279,15 +218,11 @@ fn many_sinks_give_the_same_bits_in_submissions_of_bounded_work() {
     ];
     for normalize in [true, false] {
         let case = sinks_case("sinks", 10_000, Dims::new(2, 70, 2, 5), normalize);
-        let answer = |gpu: &Gpu| {
-            WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
-        };
-        let want = answer(&whole);
-        Judge::new(&case).unwrap().check(&want).unwrap();
-        assert_eq!(want, answer(&slow));
+        let want = answer(&whole, &case, &Setting::ALONE);
+        assert_eq!(want, run(&slow, &case, &Setting::ALONE));
         for (from, to) in mistakes {
             let wrong = slow.edited(KernelEdit { kernel: "finish_rows", from, to }).unwrap();
-            assert_ne!(want, answer(&wrong), "{to}");
+            assert_ne!(want, run(&wrong, &case, &Setting::ALONE), "{to}");
         }
     }
 }
@@ -304,17 +239,9 @@ fn gradients_of_a_bias_without_axes_are_summed_in_ranges_of_rows() {
     spec.sinks = Some(SinkShape { per_head: false, count: 1 });
     let masks = Masks { causal: true, ..Masks::default() };
     let case = Case::new("bias", spec, masks, &mut Draw::new(15)).in_dtype(DType::F32);
-    let judge = Judge::new(&case).unwrap();
-    let judged = |gpu: &Gpu| {
-        let answers = WgpuRing::new(gpu.clone()).run(&case, &Setting::ALONE, 1);
-        judge.check(&answers.unwrap().remove(0))
-    };
-    judged(&slow).unwrap();
-    for (from, to) in [
+    let mistakes = [
         ("select(gradient[own], 0.0, params.row_first == 0u)", "0.0"),
         ("var row = params.row_first + lane", "var row = lane"),
-    ] {
-        let wrong = slow.edited(KernelEdit { kernel: "bias_rows", from, to }).unwrap();
-        assert!(judged(&wrong).is_err(), "{to}");
-    }
+    ];
+    mistakes_are_wrong(&slow, &case, "bias_rows", &mistakes);
 }

@@ -12,7 +12,6 @@ mod devices;
 mod features;
 mod index_checks;
 mod limits;
-mod memory;
 mod planted;
 mod real_size;
 mod several;
@@ -34,7 +33,7 @@ use annulus::{
     },
 };
 use annulus_conformance::{
-    Setting,
+    Answer, Case, Setting,
     suite::{self, Poison, Scale},
     wgpu::WgpuRing,
 };
@@ -136,6 +135,16 @@ fn gpu_of(
     assert!(register_tile.is_none_or(|tile| gpu.register_tile() == tile));
     opened.push((wanted, gpu.clone()));
     Some(gpu)
+}
+
+/// Returns the device's answer.
+fn run(gpu: &Gpu, case: &Case, setting: &Setting) -> Answer {
+    suite::run(&WgpuRing::new(gpu.clone()), case, setting).expect("an answer")
+}
+
+/// Returns the device's answer, which must agree with the oracle's.
+fn answer(gpu: &Gpu, case: &Case, setting: &Setting) -> Answer {
+    suite::answer(&WgpuRing::new(gpu.clone()), case, setting).expect("a right answer")
 }
 
 const F32: &[DType] = &[DType::F32];
@@ -319,18 +328,7 @@ fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
     let v = tensor(dims.kv_heads, dims.value_dim)?;
     let mut out = tensor(dims.q_heads, dims.value_dim)?;
     let mut lse = Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?;
-    let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
-    ring.forward(
-        &inputs,
-        &mut Outputs {
-            out: &mut out,
-            lse: &mut lse,
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        },
-    )?;
+    ring.forward(&Inputs::new(&q, &k, &v), &mut Outputs::new(&mut out, &mut lse))?;
     let lse = lse.download::<f32>()?;
     assert!(lse.iter().all(|lse| (lse - (dims.kv_len as f32).ln()).abs() < 1e-5));
     Ok(())

@@ -49,540 +49,256 @@ struct Mistake {
     is_race: bool,
 }
 
-const fn mistake(
-    of: Of,
-    what: &'static str,
-    kernel: &'static str,
-    from: &'static str,
-    to: &'static str,
-) -> Mistake {
-    Mistake { of, what, edit: KernelEdit { kernel, from, to }, is_race: false }
-}
-
-/// A barrier that is left out.
-const fn no_barrier(
-    of: Of,
-    what: &'static str,
-    kernel: &'static str,
-    from: &'static str,
-    to: &'static str,
-) -> Mistake {
-    Mistake { is_race: true, ..mistake(of, what, kernel, from, to) }
+/// Lists mistakes: perhaps that it is a race, the case, the kernel and what is wrong; then the text
+/// and the text in its place.
+macro_rules! mistakes {
+    (@of race $of:ident $kernel:ident, $what:literal, $from:literal, $to:literal) => {
+        Mistake { is_race: true, ..mistakes!(@of $of $kernel, $what, $from, $to) }
+    };
+    (@of $of:ident $kernel:ident, $what:literal, $from:literal, $to:literal) => {
+        Mistake {
+            of: Of::$of,
+            what: $what,
+            edit: KernelEdit { kernel: $kernel, from: $from, to: $to },
+            is_race: false,
+        }
+    };
+    ($($($word:ident)+: $what:literal => $from:literal => $to:literal;)*) => {
+        &[$(mistakes!(@of $($word)+, $what, $from, $to)),*]
+    };
 }
 
 const FORWARD: &str = "forward";
 const DQ: &str = "backward_queries";
 const DKV: &str = "backward_keys";
+const DECODE: &str = "decode";
+const MERGE: &str = "merge_ranges";
 
 /// Mistakes in what all levels share.
-const SHARED: &[Mistake] = &[
-    mistake(Of::Causal, "the sum is not rescaled", FORWARD, "sum = sum * rescale;", ""),
-    mistake(
-        Of::Causal,
-        "one row of the accumulator is not rescaled",
-        FORWARD,
-        "o0_1 = o0_1 * rescale[1];",
-        "",
-    ),
-    mistake(
-        Of::Causal,
-        "the mask of a row's last pair is that of the one before",
-        FORWARD,
-        "vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u)",
-        "vec4<u32>(1u, 2u, 4u, 4u)) != vec4<u32>(0u)",
-    ),
-    mistake(
-        Of::Causal,
-        "the tile masks of all tiles are the first",
-        FORWARD,
-        "params.bits + 32u * mask_index + row",
-        "params.bits + row",
-    ),
-    mistake(
-        Of::Causal,
-        "the head of keys and values",
-        FORWARD,
-        "let kv_head = (params.head_first + head) / params.group_heads;",
-        "let kv_head = (params.head_first + head) % params.group_heads;",
-    ),
-    mistake(
-        Of::Causal,
-        "the last run of a list is left out",
-        FORWARD,
-        "for (var run = begin; run < end; run++) {",
-        "for (var run = begin; run + 1u < end; run++) {",
-    ),
-    mistake(
-        Of::Causal,
-        "elements beyond the vector count",
-        FORWARD,
-        "if (c + 32u > params.head_dim) {",
-        "if (c + 32u > params.head_dim + 32u) {",
-    ),
-    mistake(
-        Of::Causal,
-        "a row without an earlier key keeps its first maximum",
-        FORWARD,
-        "any_visible = any_visible | tile_visible;",
-        "",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the dropout of a query is that of the next",
-        FORWARD,
-        "return params.query_rows + 2u * min(q, params.queries - 1u);",
-        "return params.query_rows + 2u * min(q + 1u, params.queries - 1u);",
-    ),
-    mistake(Of::Causal, "Δ is left out of dQ", DQ, "p * (dp - delta)", "p * dp"),
-    mistake(
-        Of::Causal,
-        "dQ of earlier blocks is lost",
-        DQ,
-        "o0_1 = load_acc(",
-        "o0_1 = 0.0 * load_acc(",
-    ),
-    mistake(
-        Of::Causal,
-        "dK and dV have the first query head of the group only",
-        DKV,
-        "query_head < head_end;",
-        "query_head < head_begin + 1u;",
-    ),
-    mistake(
-        Of::Causal,
-        "dK without the scale of the scores",
-        DKV,
-        "var part = params.scale * dk0_0;",
-        "var part = dk0_0;",
-    ),
-    mistake(
-        Of::Causal,
-        "statistics of the next query in dK and dV",
-        DKV,
-        "min(query + 2u, params.queries - 1u)",
-        "min(query + 3u, params.queries - 1u)",
-    ),
-    mistake(
-        Of::TwoPass,
-        "dK and dV of earlier queries are lost",
-        DKV,
-        "if (params.add != 0u) { part = load_acc(",
-        "if (params.add > 1u) { part = load_acc(",
-    ),
-    mistake(
-        Of::Decode,
-        "accumulators of all ranges of keys are the first",
-        "decode",
-        "+ range * params.acc_range;",
-        ";",
-    ),
-    mistake(
-        Of::Decode,
-        "packed heads are the first",
-        "decode",
-        "return head + row % params.packed_heads;",
-        "return head;",
-    ),
-    mistake(
-        Of::Decode,
-        "the last range is not merged",
-        "merge_ranges",
-        "params.ranges",
-        "(params.ranges - 1u)",
-    ),
-    mistake(
-        Of::Decode,
-        "ranges are merged without their maxima",
-        "merge_ranges",
-        "let factor = factors[range];",
-        "let factor = 1.0;",
-    ),
-];
+const SHARED: &[Mistake] = mistakes! {
+    Causal FORWARD: "the sum is not rescaled" =>
+        "sum = sum * rescale;" => "";
+    Causal FORWARD: "one row of the accumulator is not rescaled" =>
+        "o0_1 = o0_1 * rescale[1];" => "";
+    Causal FORWARD: "the mask of a row's last pair is that of the one before" =>
+        "vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u)" =>
+            "vec4<u32>(1u, 2u, 4u, 4u)) != vec4<u32>(0u)";
+    Causal FORWARD: "the tile masks of all tiles are the first" =>
+        "params.bits + 32u * mask_index + row" => "params.bits + row";
+    Causal FORWARD: "the head of keys and values" =>
+        "let kv_head = (params.head_first + head) / params.group_heads;" =>
+            "let kv_head = (params.head_first + head) % params.group_heads;";
+    Causal FORWARD: "the last run of a list is left out" =>
+        "for (var run = begin; run < end; run++) {" =>
+            "for (var run = begin; run + 1u < end; run++) {";
+    Causal FORWARD: "elements beyond the vector count" =>
+        "if (c + 32u > params.head_dim) {" => "if (c + 32u > params.head_dim + 32u) {";
+    Causal FORWARD: "a row without an earlier key keeps its first maximum" =>
+        "any_visible = any_visible | tile_visible;" => "";
+    Epilogue FORWARD: "the dropout of a query is that of the next" =>
+        "return params.query_rows + 2u * min(q, params.queries - 1u);" =>
+            "return params.query_rows + 2u * min(q + 1u, params.queries - 1u);";
+    Causal DQ: "Δ is left out of dQ" =>
+        "p * (dp - delta)" => "p * dp";
+    Causal DQ: "dQ of earlier blocks is lost" =>
+        "o0_1 = load_acc(" => "o0_1 = 0.0 * load_acc(";
+    Causal DKV: "dK and dV have the first query head of the group only" =>
+        "query_head < head_end;" => "query_head < head_begin + 1u;";
+    Causal DKV: "dK without the scale of the scores" =>
+        "var part = params.scale * dk0_0;" => "var part = dk0_0;";
+    Causal DKV: "statistics of the next query in dK and dV" =>
+        "min(query + 2u, params.queries - 1u)" => "min(query + 3u, params.queries - 1u)";
+    TwoPass DKV: "dK and dV of earlier queries are lost" =>
+        "if (params.add != 0u) { part = load_acc(" => "if (params.add > 1u) { part = load_acc(";
+    Decode DECODE: "accumulators of all ranges of keys are the first" =>
+        "+ range * params.acc_range;" => ";";
+    Decode DECODE: "packed heads are the first" =>
+        "return head + row % params.packed_heads;" => "return head;";
+    Decode MERGE: "the last range is not merged" =>
+        "params.ranges" => "(params.ranges - 1u)";
+    Decode MERGE: "ranges are merged without their maxima" =>
+        "let factor = factors[range];" => "let factor = 1.0;";
+};
 
 /// Mistakes in score epilogues that are computed row by row.
-const EPILOGUES: &[Mistake] = &[
-    mistake(
-        Of::Epilogue,
-        "the bias is that of the next query",
-        FORWARD,
-        "bias_words[at + min(q, params.queries - 1u) * params.bias_row",
-        "bias_words[at + min(q + 1u, params.queries - 1u) * params.bias_row",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the bias is added to masked pairs, too, and their −∞ is not a mask",
-        FORWARD,
-        "visible = visible & is_not_negative_infinity(bias);",
-        "",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the slope of the soft cap is left out of dQ",
-        DQ,
-        "grad.ds * ds_dx",
-        "grad.ds",
-    ),
-    mistake(
-        Of::Epilogue,
-        "dropout is left out of dV",
-        DKV,
-        "return ScoreGradients(p * fma(keep, dp, -delta), keep * p);",
-        "return ScoreGradients(p * fma(keep, dp, -delta), p);",
-    ),
-];
+const EPILOGUES: &[Mistake] = mistakes! {
+    Epilogue FORWARD: "the bias is that of the next query" =>
+        "bias_words[at + min(q, params.queries - 1u) * params.bias_row" =>
+            "bias_words[at + min(q + 1u, params.queries - 1u) * params.bias_row";
+    Epilogue FORWARD: "the bias is added to masked pairs, too, and their −∞ is not a mask" =>
+        "visible = visible & is_not_negative_infinity(bias);" => "";
+    Epilogue DQ: "the slope of the soft cap is left out of dQ" =>
+        "grad.ds * ds_dx" => "grad.ds";
+    Epilogue DKV: "dropout is left out of dV" =>
+        "return ScoreGradients(p * fma(keep, dp, -delta), keep * p);" =>
+            "return ScoreGradients(p * fma(keep, dp, -delta), p);";
+};
 
 /// Mistakes in products by multiply-adds, and in the exponential of f32 probabilities.
-const MULTIPLY_ADD: &[Mistake] = &[
-    mistake(Of::Causal, "the base of the exponential", FORWARD, "-0.693145751953125", "-0.69"),
-    no_barrier(
-        Of::Causal,
-        "no barrier between a product and the next stores to workgroup memory",
-        DKV,
+const MULTIPLY_ADD: &[Mistake] = mistakes! {
+    Causal FORWARD: "the base of the exponential" =>
+        "-0.693145751953125" => "-0.69";
+    race Causal DKV: "no barrier between a product and the next stores to workgroup memory" =>
         "workgroupBarrier();
-        tile[slot + 0u] = left_0;",
-        "tile[slot + 0u] = left_0;",
-    ),
-];
+        tile[slot + 0u] = left_0;" => "tile[slot + 0u] = left_0;";
+};
 
 /// Mistakes in kernels that compute dV and dK one after the other.
-const LARGE_DIMS: &[Mistake] = &[
-    mistake(
-        Of::LargeDims,
-        "dV has the length of keys",
-        DKV,
-        "let acc_dim = select(params.head_dim, params.value_dim, is_dv);",
-        "let acc_dim = params.head_dim;",
-    ),
-    mistake(
-        Of::LargeDims,
-        "dV has the scale of the scores",
-        DKV,
-        "let acc_factor = select(params.scale, 1.0, is_dv);",
-        "let acc_factor = params.scale;",
-    ),
-    mistake(
-        Of::LargeDims,
-        "dK is that of probabilities",
-        DKV,
-        "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv)), visible);",
-        "grad.p_dropped, visible);",
-    ),
-    mistake(Of::LargeDims, "dP is left out of dK", DKV, "if (!is_dv) {", "if (false) {"),
-];
+const LARGE_DIMS: &[Mistake] = mistakes! {
+    LargeDims DKV: "dV has the length of keys" =>
+        "let acc_dim = select(params.head_dim, params.value_dim, is_dv);" =>
+            "let acc_dim = params.head_dim;";
+    LargeDims DKV: "dV has the scale of the scores" =>
+        "let acc_factor = select(params.scale, 1.0, is_dv);" => "let acc_factor = params.scale;";
+    LargeDims DKV: "dK is that of probabilities" =>
+        "select(grad.ds, grad.p_dropped, vec4<bool>(is_dv)), visible);" =>
+            "grad.p_dropped, visible);";
+    LargeDims DKV: "dP is left out of dK" =>
+        "if (!is_dv) {" => "if (false) {";
+};
 
 /// Mistakes in products of register tiles of four rows.
-const FOUR_ROWS: &[Mistake] = &[
-    no_barrier(
-        Of::Causal,
-        "no barrier between stores to workgroup memory and the product",
-        FORWARD,
+const FOUR_ROWS: &[Mistake] = mistakes! {
+    race Causal FORWARD: "no barrier between stores to workgroup memory and the product" =>
         "tile[slot + 54u] = left_3;
         right[slot + 0u] = right_0;
         right[slot + 18u] = right_1;
         right[slot + 36u] = right_2;
         right[slot + 54u] = right_3;
-        workgroupBarrier();",
-        "tile[slot + 54u] = left_3;
+        workgroupBarrier();" =>
+            "tile[slot + 54u] = left_3;
         right[slot + 0u] = right_0;
         right[slot + 18u] = right_1;
         right[slot + 36u] = right_2;
-        right[slot + 54u] = right_3;",
-    ),
-    mistake(
-        Of::MaskedNan,
-        "masked vectors are multiplied by 0",
-        FORWARD,
-        "select(vec4<f32>(0.0), b, ((words[3] >> j) & 1u) != 0u)",
-        "b",
-    ),
-    mistake(
-        Of::Causal,
-        "one element of the scores is another's",
-        DQ,
-        "vec4<f32>(a2.z)",
-        "vec4<f32>(a2.w)",
-    ),
-    mistake(
-        Of::Causal,
-        "a factor of P is stored in the column beside its own",
-        DKV,
-        "tile[9u * tx + ty + 144u]",
-        "tile[9u * tx + ty + 72u]",
-    ),
-];
+        right[slot + 54u] = right_3;";
+    MaskedNan FORWARD: "masked vectors are multiplied by 0" =>
+        "select(vec4<f32>(0.0), b, ((words[3] >> j) & 1u) != 0u)" => "b";
+    Causal DQ: "one element of the scores is another's" =>
+        "vec4<f32>(a2.z)" => "vec4<f32>(a2.w)";
+    Causal DKV: "a factor of P is stored in the column beside its own" =>
+        "tile[9u * tx + ty + 144u]" => "tile[9u * tx + ty + 72u]";
+};
 
 /// Mistakes in products of register tiles of two rows.
-const TWO_ROWS: &[Mistake] = &[
-    no_barrier(
-        Of::Causal,
-        "no barrier between stores to workgroup memory and the product",
-        FORWARD,
+const TWO_ROWS: &[Mistake] = mistakes! {
+    race Causal FORWARD: "no barrier between stores to workgroup memory and the product" =>
         "tile[slot + 36u] = left_1;
         right[slot + 0u] = right_0;
         right[slot + 36u] = right_1;
-        workgroupBarrier();",
-        "tile[slot + 36u] = left_1;
+        workgroupBarrier();" =>
+            "tile[slot + 36u] = left_1;
         right[slot + 0u] = right_0;
-        right[slot + 36u] = right_1;",
-    ),
-    mistake(
-        Of::MaskedNan,
-        "masked vectors are multiplied by 0",
-        FORWARD,
-        "select(vec4<f32>(0.0), b, ((words[1] >> j) & 1u) != 0u)",
-        "b",
-    ),
-    mistake(
-        Of::Causal,
-        "the left rows of half of the invocations are those of the others",
-        DQ,
-        "((ty >> 1u) + 16u * (ty & 1u))",
-        "(ty >> 1u)",
-    ),
-    mistake(
-        Of::Causal,
-        "the second row of P and dX is another's",
-        DKV,
-        "tile[9u * (2u * ty + 1u) + four]",
-        "tile[9u * (2u * ty + 2u) + four]",
-    ),
-    mistake(
-        Of::Causal,
-        "masks of keys begin four rows apart",
-        DKV,
-        "atomicLoad(&visible_bits[j]) >> (2u * ty)",
-        "atomicLoad(&visible_bits[j]) >> (4u * ty)",
-    ),
-    mistake(Of::Causal, "one vector in two is not loaded", DKV, "tile[slot + 36u] = left_1;", ""),
-    mistake(Of::Causal, "row maxima of the other row", FORWARD, "own.xyxy;", "own.yxyx;"),
-    mistake(
-        Of::Dropout,
-        "dropout of dK and dV has one key in two",
-        DKV,
-        "for (var n = 0u; n < 2u; n++) {",
-        "for (var n = 0u; n < 1u; n++) {",
-    ),
-];
+        right[slot + 36u] = right_1;";
+    MaskedNan FORWARD: "masked vectors are multiplied by 0" =>
+        "select(vec4<f32>(0.0), b, ((words[1] >> j) & 1u) != 0u)" => "b";
+    Causal DQ: "the left rows of half of the invocations are those of the others" =>
+        "((ty >> 1u) + 16u * (ty & 1u))" => "(ty >> 1u)";
+    Causal DKV: "the second row of P and dX is another's" =>
+        "tile[9u * (2u * ty + 1u) + four]" => "tile[9u * (2u * ty + 2u) + four]";
+    Causal DKV: "masks of keys begin four rows apart" =>
+        "atomicLoad(&visible_bits[j]) >> (2u * ty)" => "atomicLoad(&visible_bits[j]) >> (4u * ty)";
+    Causal DKV: "one vector in two is not loaded" =>
+        "tile[slot + 36u] = left_1;" => "";
+    Causal FORWARD: "row maxima of the other row" =>
+        "own.xyxy;" => "own.yxyx;";
+    Dropout DKV: "dropout of dK and dV has one key in two" =>
+        "for (var n = 0u; n < 2u; n++) {" => "for (var n = 0u; n < 1u; n++) {";
+};
 
 /// Mistakes in products of register tiles of one row, also those that stand in for two rows.
-const ONE_ROW: &[Mistake] = &[
-    mistake(
-        Of::Causal,
-        "the left rows of three quarters of the invocations are those of the others",
-        DQ,
-        "((ty >> 2u) + 8u * (ty & 3u))",
-        "(ty >> 2u)",
-    ),
-    mistake(
-        Of::Causal,
-        "P and dX are those of the next row",
-        DKV,
-        "tile[9u * (1u * ty + 0u) + four]",
-        "tile[9u * (1u * ty + 1u) + four]",
-    ),
-    mistake(
-        Of::Causal,
-        "masks of keys begin two rows apart",
-        DKV,
-        "atomicLoad(&visible_bits[j]) >> (1u * ty)",
-        "atomicLoad(&visible_bits[j]) >> (2u * ty)",
-    ),
-    mistake(
-        Of::Epilogue,
-        "pairs that the bias masks are another row's",
-        DQ,
-        "atomicAnd(&visible_bits[1u * ty + 0u]",
-        "atomicAnd(&visible_bits[(1u * ty + 1u) % 32u]",
-    ),
-    mistake(
-        Of::Dropout,
-        "dropout of dK and dV has no key",
-        DKV,
-        "for (var n = 0u; n < 1u; n++) {",
-        "for (var n = 0u; n < 0u; n++) {",
-    ),
-];
+const ONE_ROW: &[Mistake] = mistakes! {
+    Causal DQ: "the left rows of three quarters of the invocations are those of the others" =>
+        "((ty >> 2u) + 8u * (ty & 3u))" => "(ty >> 2u)";
+    Causal DKV: "P and dX are those of the next row" =>
+        "tile[9u * (1u * ty + 0u) + four]" => "tile[9u * (1u * ty + 1u) + four]";
+    Causal DKV: "masks of keys begin two rows apart" =>
+        "atomicLoad(&visible_bits[j]) >> (1u * ty)" => "atomicLoad(&visible_bits[j]) >> (2u * ty)";
+    Epilogue DQ: "pairs that the bias masks are another row's" =>
+        "atomicAnd(&visible_bits[1u * ty + 0u]" => "atomicAnd(&visible_bits[(1u * ty + 1u) % 32u]";
+    Dropout DKV: "dropout of dK and dV has no key" =>
+        "for (var n = 0u; n < 1u; n++) {" => "for (var n = 0u; n < 0u; n++) {";
+};
 
 /// Mistakes in reductions through workgroup memory.
-const WORKGROUP: &[Mistake] = &[
-    mistake(
-        Of::Causal,
-        "row maxima without the last invocation's",
-        FORWARD,
+const WORKGROUP: &[Mistake] = mistakes! {
+    Causal FORWARD: "row maxima without the last invocation's" =>
         "for (var n = 0u; n < 8u; n++) {
-        all = max(all,",
-        "for (var n = 0u; n < 1u; n++) {
-        all = max(all,",
-    ),
-    mistake(
-        Of::Causal,
-        "row sums without the last invocation's",
-        FORWARD,
+        all = max(all," =>
+            "for (var n = 0u; n < 1u; n++) {
+        all = max(all,";
+    Causal FORWARD: "row sums without the last invocation's" =>
         "for (var n = 0u; n < 8u; n++) {
-        all = all + tile[8u * ty + n]",
-        "for (var n = 0u; n < 7u; n++) {
-        all = all + tile[8u * ty + n]",
-    ),
-];
+        all = all + tile[8u * ty + n]" =>
+            "for (var n = 0u; n < 7u; n++) {
+        all = all + tile[8u * ty + n]";
+};
 
 /// Mistakes in reductions by shuffles.
-const SUBGROUP: &[Mistake] = &[
-    mistake(
-        Of::Causal,
-        "row maxima of four invocations only",
-        FORWARD,
-        "return max(all, subgroupShuffleXor(all, 4u));",
-        "return all;",
-    ),
-    mistake(
-        Of::Causal,
-        "row sums with another row's",
-        FORWARD,
-        "all = all + subgroupShuffleXor(all, 2u);",
-        "all = all + subgroupShuffleXor(all, 4u);",
-    ),
-];
+const SUBGROUP: &[Mistake] = mistakes! {
+    Causal FORWARD: "row maxima of four invocations only" =>
+        "return max(all, subgroupShuffleXor(all, 4u));" => "return all;";
+    Causal FORWARD: "row sums with another row's" =>
+        "all = all + subgroupShuffleXor(all, 2u);" => "all = all + subgroupShuffleXor(all, 4u);";
+};
 
 /// Mistakes in products on matrices, in the exponential of f16 probabilities, and in score
 /// epilogues that are computed part by part.
-const MATRIX: &[Mistake] = &[
-    mistake(
-        Of::Epilogue,
-        "the bias is that of the next query",
-        FORWARD,
-        "return at + min(q, params.queries - 1u) * params.bias_row;",
-        "return at + min(q + 1u, params.queries - 1u) * params.bias_row;",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the bias of dK and dV is that of the next key",
-        DKV,
-        "bias_column(min(k + 2u, last))",
-        "bias_column(min(k + 3u, last))",
-    ),
-    mistake(
-        Of::Epilogue,
-        "a bias of −∞ is not a mask",
-        FORWARD,
-        "four_bits(words[2] >> (4u * tx)) & is_not_negative_infinity(bias2)",
-        "four_bits(words[2] >> (4u * tx))",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the slope of the soft cap is left out of dQ",
-        DQ,
-        "d1 = d1 * slope1;",
-        "",
-    ),
-    mistake(
-        Of::Epilogue,
-        "dropout and 1 / sum are left out of dV",
-        DKV,
-        "keep1 = keep1 * e;",
-        "keep1 = e;",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the rounds of dropout in dQ are those of the next query",
-        DQ,
-        "query_rounds2 = query_rounds(batch, head, row + 2u);",
-        "query_rounds2 = query_rounds(batch, head, row + 3u);",
-    ),
-    mistake(
-        Of::Dropout,
-        "the rounds of dropout in dK and dV are those of the next query",
-        DKV,
-        "shared_rounds[lane] = query_rounds(batch, head, column + lane);",
-        "shared_rounds[lane] = query_rounds(batch, head, column + lane + 1u);",
-    ),
-    mistake(Of::Causal, "the base of the exponential", FORWARD, "1.4426950408889634", "1.4"),
+const MATRIX: &[Mistake] = mistakes! {
+    Epilogue FORWARD: "the bias is that of the next query" =>
+        "return at + min(q, params.queries - 1u) * params.bias_row;" =>
+            "return at + min(q + 1u, params.queries - 1u) * params.bias_row;";
+    Epilogue DKV: "the bias of dK and dV is that of the next key" =>
+        "bias_column(min(k + 2u, last))" => "bias_column(min(k + 3u, last))";
+    Epilogue FORWARD: "a bias of −∞ is not a mask" =>
+        "four_bits(words[2] >> (4u * tx)) & is_not_negative_infinity(bias2)" =>
+            "four_bits(words[2] >> (4u * tx))";
+    Epilogue DQ: "the slope of the soft cap is left out of dQ" =>
+        "d1 = d1 * slope1;" => "";
+    Epilogue DKV: "dropout and 1 / sum are left out of dV" =>
+        "keep1 = keep1 * e;" => "keep1 = e;";
+    Epilogue DQ: "the rounds of dropout in dQ are those of the next query" =>
+        "query_rounds2 = query_rounds(batch, head, row + 2u);" =>
+            "query_rounds2 = query_rounds(batch, head, row + 3u);";
+    Dropout DKV: "the rounds of dropout in dK and dV are those of the next query" =>
+        "shared_rounds[lane] = query_rounds(batch, head, column + lane);" =>
+            "shared_rounds[lane] = query_rounds(batch, head, column + lane + 1u);";
+    Causal FORWARD: "the base of the exponential" =>
+        "1.4426950408889634" => "1.4";
     // products by multiply-adds test the mask themselves
-    mistake(
-        Of::Causal,
-        "dQ attends to masked pairs",
-        DQ,
-        "s1 = select(vec4<f32>(0.0), grad.ds, visible);",
-        "s1 = grad.ds;",
-    ),
-    no_barrier(
-        Of::Causal,
-        "no barrier between stores of keys and their product",
-        FORWARD,
+    Causal DQ: "dQ attends to masked pairs" =>
+        "s1 = select(vec4<f32>(0.0), grad.ds, visible);" => "s1 = grad.ds;";
+    race Causal FORWARD: "no barrier between stores of keys and their product" =>
         "right_half[stored_at + 240u] = right_3;
-        workgroupBarrier();",
-        "right_half[stored_at + 240u] = right_3;",
-    ),
-    no_barrier(
-        Of::Causal,
-        "no barrier between stores of values and their product",
-        FORWARD,
+        workgroupBarrier();" => "right_half[stored_at + 240u] = right_3;";
+    race Causal FORWARD: "no barrier between stores of values and their product" =>
         "right_half[at][n >> 2u] = 0.0h;
             }
         }
     }
-    workgroupBarrier();",
-        "right_half[at][n >> 2u] = 0.0h;
+    workgroupBarrier();" =>
+            "right_half[at][n >> 2u] = 0.0h;
             }
         }
-    }",
-    ),
-    mistake(
-        Of::Causal,
-        "each step of a product loads the first elements",
-        FORWARD,
-        "&right_half[10u * (matrix_column + 0u) + k]",
-        "&right_half[10u * (matrix_column + 0u)]",
-    ),
-    mistake(
-        Of::Causal,
-        "a matrix of the product is stored over another",
-        DKV,
-        "let matrix_product = 10u * matrix_row + matrix_column / 4u;",
-        "let matrix_product = 10u * matrix_row;",
-    ),
-    mistake(
-        Of::Epilogue,
-        "the factor of probabilities is not undone",
-        FORWARD,
-        "vec4<f32>(params.keep_scale / PROB_SCALE)",
-        "vec4<f32>(1.0 / PROB_SCALE)",
-    ),
-    mistake(
-        Of::Causal,
-        "the exponent of the factors of score gradients",
-        DQ,
-        "vec4<u32>(268u) - exponents",
-        "vec4<u32>(267u) - exponents",
-    ),
-    mistake(
-        Of::Causal,
-        "invocations of a row scale its score gradients differently",
-        DKV,
-        "largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 4u));",
-        "",
-    ),
-    mistake(
-        Of::VisibleNan,
-        "the last elements are not tested for NaN",
-        FORWARD,
-        "(sums.x + sums.y) + (sums.z + sums.w)",
-        "(sums.x + sums.x) + (sums.x + sums.x)",
-    ),
-    mistake(
-        Of::MaskedNan,
-        "NaN is multiplied in matrices",
-        FORWARD,
-        "right_half[at][n >> 2u] = 0.0h;",
-        "",
-    ),
-    mistake(
-        Of::VisibleNan,
-        "NaN is replaced by 0 for queries that attend to it",
-        FORWARD,
-        "if (atomicLoad(&non_finite[0]) != 0u) {",
-        "if (atomicLoad(&non_finite[0]) > 1u) {",
-    ),
-];
+    }";
+    Causal FORWARD: "each step of a product loads the first elements" =>
+        "&right_half[10u * (matrix_column + 0u) + k]" => "&right_half[10u * (matrix_column + 0u)]";
+    Causal DKV: "a matrix of the product is stored over another" =>
+        "let matrix_product = 10u * matrix_row + matrix_column / 4u;" =>
+            "let matrix_product = 10u * matrix_row;";
+    Epilogue FORWARD: "the factor of probabilities is not undone" =>
+        "vec4<f32>(params.keep_scale / PROB_SCALE)" => "vec4<f32>(1.0 / PROB_SCALE)";
+    Causal DQ: "the exponent of the factors of score gradients" =>
+        "vec4<u32>(268u) - exponents" => "vec4<u32>(267u) - exponents";
+    Causal DKV: "invocations of a row scale its score gradients differently" =>
+        "largest_gradients = max(largest_gradients, subgroupShuffleXor(largest_gradients, 4u));" =>
+            "";
+    VisibleNan FORWARD: "the last elements are not tested for NaN" =>
+        "(sums.x + sums.y) + (sums.z + sums.w)" => "(sums.x + sums.x) + (sums.x + sums.x)";
+    MaskedNan FORWARD: "NaN is multiplied in matrices" =>
+        "right_half[at][n >> 2u] = 0.0h;" => "";
+    VisibleNan FORWARD: "NaN is replaced by 0 for queries that attend to it" =>
+        "if (atomicLoad(&non_finite[0]) != 0u) {" => "if (atomicLoad(&non_finite[0]) > 1u) {";
+};
 
 impl Of {
     fn case(self) -> (Case, Setting) {

@@ -65,19 +65,16 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
     let small = |of: &Array4<f64>| Tensor::upload_rounded(gpu, of.view(), DType::F16);
     let q = Tensor::upload(gpu, whole(case.q.view()).view())?;
     let (k, v) = (small(&case.k)?, small(&case.v)?);
-    let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
+    let inputs = Inputs::new(&q, &k, &v);
     let mut out = filled(few.value_dim)?;
     let statistic = || Tensor::zeros(gpu, [1, few.q_heads, ROWS, 1], DType::F32);
     let (mut lse, mut max, mut sum) = (statistic()?, statistic()?, statistic()?);
     ring.forward(
         &inputs,
         &mut Outputs {
-            out: &mut out,
-            lse: &mut lse,
             max: Some(&mut max),
             sum: Some(&mut sum),
-            ties: None,
-            out_residual: None,
+            ..Outputs::new(&mut out, &mut lse)
         },
     )?;
     let dout = Tensor::upload(gpu, whole(case.dout.view()).view())?;
@@ -94,7 +91,7 @@ fn run(gpu: &Gpu, case: &Case) -> Result<Answer> {
             dlse: None,
             out_residual: None,
         },
-        &mut Gradients { dq: &mut dq, dk: &mut dk, dv: &mut dv, dbias: None, dsinks: None },
+        &mut Gradients::new(&mut dq, &mut dk, &mut dv),
     )?;
     let [lse, max, sum] = [lse, max, sum].map(|of| -> Result<_> {
         Ok(of.download_widened()?.select(Axis(2), &visible()).index_axis_move(Axis(3), 0))

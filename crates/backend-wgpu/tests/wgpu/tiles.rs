@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use annulus::{Dims, Layout, Spec};
 use annulus_conformance::{
-    Answer, Case, Draw, Judge, Masks, Setting, Subject,
+    Answer, Case, Draw, Judge, Masks, Setting,
     suite::{self, Scale},
     wgpu::WgpuRing,
 };
@@ -15,7 +15,7 @@ use annulus_core::{Alibi, BackwardMode, DType, Dropout};
 use annulus_wgpu::{Gpu, KernelEdit, Level, Options, QueryTileSize, RegisterTile};
 use ndarray::s;
 
-use crate::{F16, F32, adapter, decode, gpu_of, gpu_with, open};
+use crate::{F16, F32, adapter, answer, decode, gpu_of, gpu_with, open, run};
 
 /// Opens level `matrix` with this tile; `None` if the adapter does not have the level, which
 /// `the_matrix_level_holds_if_the_adapter_has_it` reports.
@@ -27,15 +27,7 @@ fn gpu_with_tile(tile: QueryTileSize) -> Option<Gpu> {
 }
 
 /// The last tile of 64 queries has 22; a half of each causal tile attends to fewer keys.
-const DIMS: Dims = Dims {
-    batch: 1,
-    q_len: 150,
-    kv_len: 150,
-    q_heads: 4,
-    kv_heads: 2,
-    head_dim: 100,
-    value_dim: 92,
-};
+const DIMS: Dims = Dims { kv_heads: 2, value_dim: 92, ..Dims::new(1, 150, 4, 100) };
 
 fn case(name: &str, dims: Dims, masks: Masks, change: impl FnOnce(&mut Spec)) -> Case {
     let mut spec = Spec::new(dims, DType::F64);
@@ -80,18 +72,12 @@ fn cases() -> Vec<(Case, Setting)> {
     cases.map(|(case, setting)| (case.in_dtype(DType::F16), setting)).collect()
 }
 
-fn answer(gpu: &Gpu, case: &Case, setting: &Setting) -> Answer {
-    WgpuRing::new(gpu.clone()).run(case, setting, 1).expect("an answer").remove(0)
-}
-
 #[test]
 fn the_matrix_level_gives_the_same_bits_with_tiles_of_64_queries() {
     let [Some(of_32), Some(of_64)] = QueryTileSize::ALL.map(gpu_with_tile) else { return };
     for (case, setting) in cases() {
         let want = answer(&of_32, &case, &setting);
-        let judge = Judge::new(&case).expect("a truth");
-        judge.check(&want).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
-        let same = answer(&of_64, &case, &setting).same_bits(&want);
+        let same = run(&of_64, &case, &setting).same_bits(&want);
         same.unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
     }
 }
@@ -108,55 +94,26 @@ fn the_matrix_level_holds_with_tiles_of_64_queries() {
     suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, Layout::Contiguous)).unwrap();
 }
 
-/// A mistake in what the kernel of 64 queries has alone, wrong for the causal case of these dims.
-#[derive(Clone, Copy)]
-struct Mistake {
-    what: &'static str,
-    from: &'static str,
-    to: &'static str,
-}
-
-const fn mistake(what: &'static str, from: &'static str, to: &'static str) -> Mistake {
-    Mistake { what, from, to }
-}
-
-const MISTAKES: &[Mistake] = &[
-    mistake(
-        "the upper half has no tile mask of its own",
-        "word = mask_word(mask_index, lane);",
-        "word = mask_word(mask_index, lane % 32u);",
-    ),
-    mistake(
-        "the tile masks of all tiles are the first",
-        "params.bits + 64u * mask_index + row",
-        "params.bits + row",
-    ),
-    mistake(
-        "tiles begin 32 queries apart",
-        "let first = 64u * tile_index;",
-        "let first = 32u * tile_index;",
-    ),
-    mistake(
-        "the second 32 values are the first",
-        "(matrix_column + 0u) + 320u + k]",
-        "(matrix_column + 0u) + k]",
-    ),
-    mistake("the last keys are not loaded", "right_half[stored_at + 432u] = k_3;", ""),
-    mistake(
-        "each chunk has the first elements of keys",
-        "k_step, k_end), c + element",
-        "k_step, k_end), element",
-    ),
-    mistake(
-        "the last queries are not loaded",
-        "left_half[stored_q + 480u] =",
-        "left_half[stored_q + 0u] =",
-    ),
-    mistake(
-        "each chunk of a product has the first elements of queries",
-        "coopMultiplyAdd(q_0_8,",
-        "coopMultiplyAdd(q_0_0,",
-    ),
+/// Mistakes in what the kernel of 64 queries has alone, wrong for the causal case of these dims: a
+/// text, and that in its place.
+#[rustfmt::skip]
+const MISTAKES: [(&str, &str); 8] = [
+    // the upper half has no tile mask of its own
+    ("word = mask_word(mask_index, lane);", "word = mask_word(mask_index, lane % 32u);"),
+    // the tile masks of all tiles are the first
+    ("params.bits + 64u * mask_index + row", "params.bits + row"),
+    // tiles begin 32 queries apart
+    ("let first = 64u * tile_index;", "let first = 32u * tile_index;"),
+    // the second 32 values are the first
+    ("(matrix_column + 0u) + 320u + k]", "(matrix_column + 0u) + k]"),
+    // the last keys are not loaded
+    ("right_half[stored_at + 432u] = k_3;", ""),
+    // each chunk has the first elements of keys
+    ("k_step, k_end), c + element", "k_step, k_end), element"),
+    // the last queries are not loaded
+    ("left_half[stored_q + 480u] =", "left_half[stored_q + 0u] ="),
+    // each chunk of a product has the first elements of queries
+    ("coopMultiplyAdd(q_0_8,", "coopMultiplyAdd(q_0_0,"),
 ];
 
 #[test]
@@ -164,12 +121,12 @@ fn the_matrix_level_catches_planted_mistakes_in_tiles_of_64_queries() {
     let Some(gpu) = gpu_with_tile(QueryTileSize::Of64) else { return };
     let causal = Masks { causal: true, ..Masks::default() };
     let case = case("causal", DIMS, causal, |_| {}).in_dtype(DType::F16);
+    answer(&gpu, &case, &Setting::ALONE);
     let judge = Judge::new(&case).expect("a truth");
-    judge.check(&answer(&gpu, &case, &Setting::ALONE)).expect("a right answer");
-    for &Mistake { what, from, to } in MISTAKES {
+    for (from, to) in MISTAKES {
         let edited = gpu.edited(KernelEdit { kernel: "forward", from, to }).expect("the device");
-        let judged = judge.check(&answer(&edited, &case, &Setting::ALONE));
-        assert!(judged.is_err(), "{what}: the answer is right");
+        let judged = judge.check(&run(&edited, &case, &Setting::ALONE));
+        assert!(judged.is_err(), "{to}: the answer is right");
     }
 }
 
@@ -225,24 +182,13 @@ fn the_register_tile_is_that_of_the_adapter_unless_another_is_forced() {
 }
 
 fn causal_case(name: &str, dtype: DType, dims: Dims, change: impl FnOnce(&mut Spec)) -> Case {
-    let mut spec = Spec::new(dims, DType::F64);
-    change(&mut spec);
-    let causal = Masks { causal: true, ..Masks::default() };
-    Case::new(name, spec, causal, &mut Draw::new(5)).in_dtype(dtype)
+    case(name, dims, Masks { causal: true, ..Masks::default() }, change).in_dtype(dtype)
 }
 
 /// Cases of every kernel, with dims that are multiples of 4 or not. Few, because lavapipe compiles
 /// each kernel for seconds.
 fn cases_of_register_tiles() -> Vec<(Case, Setting)> {
-    let dims = Dims {
-        batch: 1,
-        q_len: 70,
-        kv_len: 75,
-        q_heads: 4,
-        kv_heads: 2,
-        head_dim: 36,
-        value_dim: 28,
-    };
+    let dims = Dims { kv_len: 75, kv_heads: 2, value_dim: 28, ..Dims::new(1, 70, 4, 36) };
     let odd = Dims { head_dim: 33, value_dim: 67, ..dims };
     let large = Dims { q_len: 40, kv_len: 40, head_dim: 200, value_dim: 132, ..dims };
     let dropout = Some(Dropout { probability: 0.3, seed: 7 });
@@ -271,11 +217,8 @@ fn cases_of_register_tiles() -> Vec<(Case, Setting)> {
 fn all_register_tiles_give_the_same_bits() {
     let cases = cases_of_register_tiles();
     let answers = |tile| -> Option<Vec<Answer>> {
-        let ring = WgpuRing::new(gpu_with(Level::Plain, Some(tile))?);
-        let run = |(case, setting): &(Case, Setting)| {
-            ring.run(case, setting, 1).expect("an answer").remove(0)
-        };
-        Some(cases.iter().map(run).collect())
+        let gpu = gpu_with(Level::Plain, Some(tile))?;
+        Some(cases.iter().map(|(case, setting)| run(&gpu, case, setting)).collect())
     };
     let [Some(four), two, one] = RegisterTile::ALL.map(answers) else { return };
     for (tile, other) in [("2x4", two), ("1x4", one)] {

@@ -3,14 +3,17 @@
 //!
 //! Copies through host memory overlap the kernels: a block reaches the host transport while the
 //! device computes with it, and the transport is polled until the kernels end, as MPI requires.
+//!
+//! Calls of the ring on [`Wgpu::on_host`], and copies of tensors and blocks: what is refused.
 
 use std::{
+    ops::ControlFlow,
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use annulus::{
-    Attention, Dims, Layout, Report,
+    Attention, Dims, Error, Layout, Report, SinkShape, Spec,
     comm::{
         Deadline, Staged, forward_control, forward_transport,
         ring::{Ring, RingOptions},
@@ -18,13 +21,18 @@ use annulus::{
     },
 };
 use annulus_core::{
-    BackwardInputs, BackwardMode, Channel, Control, Gradients, Host, HostView, HostViewMut,
-    HostViews, Incoming, Inputs, OnHost, Outgoing, Outputs, Result, Transport,
+    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Channel, Control, DType,
+    DeviceSpace, Gradients, Host, HostBuffer, HostView, HostViewMut, HostViews, Incoming, Inputs,
+    OnHost, Outgoing, Outputs, Passes, RankShard, Result, RowSet, Rows, StagedSpace, Transport,
+    Workspace,
 };
-use annulus_wgpu::{Copier, Gpu, Options, TransferredBytes, Wgpu, WgpuSpace};
+use annulus_wgpu::{
+    Copier, Gpu, GpuBuffer, Options, PATIENCE, Queued, TransferredBytes, Wgpu, WgpuSpace,
+};
+use half::bf16;
 use ndarray::Array4;
 
-use crate::{DEADLINE, open};
+use crate::{DEADLINE, gpu, open};
 
 type HostRing = Ring<OnHost<Wgpu>>;
 
@@ -39,19 +47,29 @@ fn ring<T: Transport<Host> + 'static>(
     let staged = Staged::<_, HostViews<WgpuSpace>>::new(transport, Copier::new(gpu.clone()));
     let options =
         RingOptions { layout: Some(Layout::Contiguous), backward: true, ..RingOptions::default() };
-    Ring::new(
-        Wgpu::on_host(gpu.clone()),
-        Box::new(Deadline::new(staged, DEADLINE)?),
-        Attention::new().backward_mode(mode).spec(DIMS),
-        options,
-    )
+    let transport = Box::new(Deadline::new(staged, DEADLINE)?);
+    Ring::new(Wgpu::on_host(gpu.clone()), transport, spec(mode), options)
 }
 
-/// Tensors of one rank with the shapes of q, k, v, out and lse.
+/// A spec with a bias and sinks.
+fn spec(mode: BackwardMode) -> Result<Spec> {
+    let mut spec = Attention::new().backward_mode(mode).spec(DIMS)?;
+    spec.bias = Some([1, DIMS.q_heads, 1, DIMS.kv_len]);
+    spec.sinks = Some(SinkShape { per_head: true, count: 2 });
+    Ok(spec)
+}
+
+fn view(tensor: &Array4<f32>) -> HostView<'_> {
+    HostView::F32(tensor.view())
+}
+
+/// Tensors of one rank with the shapes of q, k, v, bias, sinks, out and lse.
 struct Tensors {
     q: Array4<f32>,
     k: Array4<f32>,
     v: Array4<f32>,
+    bias: Array4<f32>,
+    sinks: Array4<f32>,
     out: Array4<f32>,
     lse: Array4<f32>,
 }
@@ -64,6 +82,9 @@ impl Tensors {
             q: of(q_heads, head_dim),
             k: of(kv_heads, head_dim),
             v: of(kv_heads, value_dim),
+            bias: Array4::from_elem((1, q_heads, 1, DIMS.kv_len), number),
+            // without weight
+            sinks: Array4::from_elem((q_heads, 2, 1, 1), -1e30),
             out: of(q_heads, value_dim),
             lse: Array4::from_elem((batch, q_heads, rows, 1), number),
         }
@@ -71,17 +92,29 @@ impl Tensors {
 
     fn inputs(&self) -> Inputs<HostView<'_>> {
         Inputs {
-            q: HostView::F32(self.q.view()),
-            k: HostView::F32(self.k.view()),
-            v: HostView::F32(self.v.view()),
-            bias: None,
-            sinks: None,
+            bias: Some(view(&self.bias)),
+            sinks: Some(view(&self.sinks)),
+            ..Inputs::new(view(&self.q), view(&self.k), view(&self.v))
         }
     }
 
-    /// Bytes of q, k and v.
+    fn backward_inputs<'a>(&'a self, dout: &'a Array4<f32>) -> BackwardInputs<HostView<'a>> {
+        BackwardInputs {
+            forward: self.inputs(),
+            out: view(&self.out),
+            max: view(&self.lse),
+            sum: None,
+            ties: None,
+            dout: view(dout),
+            dlse: Some(view(&self.lse)),
+            out_residual: None,
+        }
+    }
+
+    /// Bytes of the inputs.
     fn input_bytes(&self) -> u64 {
-        4 * (self.q.len() + self.k.len() + self.v.len()) as u64
+        let Self { q, k, v, bias, sinks, .. } = self;
+        [q, k, v, bias, sinks].iter().map(|tensor| 4 * tensor.len() as u64).sum()
     }
 
     /// Bytes of out and lse.
@@ -112,14 +145,8 @@ impl Rank {
     pub(super) fn forward(&mut self) -> Result<Report> {
         let mut out = self.tensors.out.clone();
         let mut lse = self.tensors.lse.clone();
-        let mut outputs = Outputs {
-            out: HostViewMut::F32(out.view_mut()),
-            lse: HostViewMut::F32(lse.view_mut()),
-            max: None,
-            sum: None,
-            ties: None,
-            out_residual: None,
-        };
+        let [out_view, lse_view] = [out.view_mut(), lse.view_mut()].map(HostViewMut::F32);
+        let mut outputs = Outputs::new(out_view, lse_view);
         let report = self.ring.forward(&self.tensors.inputs(), &mut outputs)?;
         // equal scores: every output is the mean of equal values
         assert!(out.iter().all(|&out| (out - 0.5).abs() < 1e-6));
@@ -131,29 +158,36 @@ impl Rank {
     pub(super) fn backward(&mut self) -> Result<Report> {
         let Self { ring, tensors, gradients } = self;
         let dout = gradients.out.clone();
-        let inputs = BackwardInputs {
-            forward: tensors.inputs(),
-            out: HostView::F32(tensors.out.view()),
-            max: HostView::F32(tensors.lse.view()),
-            sum: None,
-            ties: None,
-            dout: HostView::F32(dout.view()),
-            dlse: None,
-            out_residual: None,
-        };
+        let [dq, dk, dv, dbias, dsinks] = [
+            &mut gradients.q,
+            &mut gradients.k,
+            &mut gradients.v,
+            &mut gradients.bias,
+            &mut gradients.sinks,
+        ]
+        .map(|tensor| HostViewMut::F32(tensor.view_mut()));
         let report = ring.backward(
-            &inputs,
+            &tensors.backward_inputs(&dout),
             &mut Gradients {
-                dq: HostViewMut::F32(gradients.q.view_mut()),
-                dk: HostViewMut::F32(gradients.k.view_mut()),
-                dv: HostViewMut::F32(gradients.v.view_mut()),
-                dbias: None,
-                dsinks: None,
+                dbias: Some(dbias),
+                dsinks: Some(dsinks),
+                ..Gradients::new(dq, dk, dv)
             },
         )?;
         // every key has the weight 1 / 320 in each of 320 queries of two heads
         assert!(gradients.v.iter().all(|&dv| (dv - 0.5).abs() < 1e-5));
         Ok(report)
+    }
+}
+
+/// Returns the copies that `work` makes.
+fn transfers(gpu: &Gpu, work: impl FnOnce()) -> TransferredBytes {
+    let before = gpu.transfers();
+    work();
+    let after = gpu.transfers();
+    TransferredBytes {
+        to_device: after.to_device - before.to_device,
+        to_host: after.to_host - before.to_host,
     }
 }
 
@@ -163,16 +197,13 @@ fn measure(
     ranks: Vec<Rank>,
     pass: fn(&mut Rank) -> Result<Report>,
 ) -> (Vec<Rank>, TransferredBytes, u64) {
-    let before = gpu.transfers();
-    let done = each_rank(ranks, |_, mut rank| {
-        let report = pass(&mut rank)?;
-        Ok((rank, report.bytes_sent))
+    let mut done = Ok(Vec::new());
+    let copied = transfers(gpu, || {
+        done = each_rank(ranks, |_, mut rank| {
+            let report = pass(&mut rank)?;
+            Ok((rank, report.bytes_sent))
+        });
     });
-    let after = gpu.transfers();
-    let copied = TransferredBytes {
-        to_device: after.to_device - before.to_device,
-        to_host: after.to_host - before.to_host,
-    };
     let (ranks, sent): (Vec<_>, Vec<_>) = done.expect("a pass").into_iter().unzip();
     (ranks, copied, sent.into_iter().sum())
 }
@@ -189,7 +220,6 @@ fn only_the_callers_tensors_and_sent_blocks_are_copied_to_the_host() {
             let ranks = ranks.expect("a plan");
             let input_bytes: u64 = ranks.iter().map(|rank| rank.tensors.input_bytes()).sum();
             let output_bytes: u64 = ranks.iter().map(|rank| rank.tensors.output_bytes()).sum();
-            let dout_bytes: u64 = ranks.iter().map(|rank| 4 * rank.tensors.out.len() as u64).sum();
 
             let (ranks, copied, sent) = measure(&gpu, ranks, Rank::forward);
             assert_eq!(sent > 0, count > 1);
@@ -200,7 +230,8 @@ fn only_the_callers_tensors_and_sent_blocks_are_copied_to_the_host() {
             let (_, copied, sent) = measure(&gpu, ranks, Rank::backward);
             assert_eq!(sent > 0, count > 1);
             let want = TransferredBytes {
-                to_device: input_bytes + output_bytes + dout_bytes + sent,
+                // dlse is as long as lse
+                to_device: input_bytes + 2 * output_bytes + sent,
                 to_host: input_bytes + sent,
             };
             assert_eq!(copied, want, "backward, {mode:?}, {count} ranks");
@@ -287,4 +318,132 @@ fn a_block_is_sent_while_the_device_computes_with_it() {
         let ticks = ticks_after_sends(&calls, Channel::Kv);
         assert!(!ticks.is_empty() && ticks.iter().all(|&ticks| ticks >= 10), "{ticks:?}");
     }
+}
+
+/// A shard of `rows` rows, all on one rank.
+fn shard(rows: u64) -> Result<RankShard> {
+    let rows = Arc::new(Rows::counting(rows, 0)?);
+    Ok(RankShard {
+        spec: Arc::new(spec(BackwardMode::OnePass)?),
+        most_block_rows: rows.len() as u64,
+        most_query_rows: rows.len() as u64,
+        queries: Arc::clone(&rows),
+        keys: rows,
+        attention_mask: None,
+        leaves: None,
+    })
+}
+
+fn keep_going() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// After a tick that broke, neither the kernel of dbias nor that of dK and dV is launched.
+#[test]
+fn a_broken_tick_stops_the_kernels_that_follow() {
+    let Some(gpu) = gpu() else { return };
+    let backend = Wgpu::on_host(gpu);
+    let rows = DIMS.kv_len as u64;
+    let (shard, tensors) = (shard(rows).unwrap(), Tensors::new(DIMS.kv_len, 0.5));
+    let mut workspace = backend.workspace(&shard, Passes::Both).unwrap();
+    let mut block = backend.allocate(rows * shard.spec.kv_row_layout().bytes()).unwrap();
+    let mut dkv = backend.allocate(rows * shard.spec.gradient_row_layout().bytes()).unwrap();
+    let inputs = tensors.backward_inputs(&tensors.out);
+    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+    let ready = pass.local_kv(&mut block, &RowSet::new()).unwrap();
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
+    let mut ticks = 0;
+    let mut stop = || {
+        ticks += 1;
+        ControlFlow::Break(())
+    };
+    pass.attend_kv(&kv, Some(&mut dkv), &mut stop).unwrap();
+    assert_eq!(ticks, 1);
+}
+
+#[test]
+fn a_workspace_for_forward_refuses_a_backward_pass() {
+    let Some(gpu) = gpu() else { return };
+    let shard = shard(DIMS.kv_len as u64).unwrap();
+    let mut workspace = Wgpu::on_host(gpu).workspace(&shard, Passes::Forward).unwrap();
+    let tensors = Tensors::new(DIMS.kv_len, 0.5);
+    let inputs = tensors.backward_inputs(&tensors.out);
+    let refusal = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).err();
+    assert!(matches!(refusal, Some(Error::Internal { .. })), "{refusal:?}");
+}
+
+/// Host tensors of any strides, with a number of 2-byte elements that is no whole number of words.
+#[test]
+fn tensors_of_any_strides_return_unchanged() {
+    let Some(gpu) = open(&Options::default()) else { return };
+    let numbers = Array4::from_shape_fn((3, 1, 5, 7), |(a, _, b, c)| {
+        bf16::from_f32((35 * a + 7 * b + c) as f32)
+    });
+    let swapped = numbers.view().permuted_axes([2, 1, 0, 3]);
+    let mut tensor = WgpuSpace::tensor(&gpu, DType::Bf16, [5, 1, 3, 7]).unwrap();
+    <WgpuSpace as DeviceSpace>::upload(&gpu, HostView::Bf16(swapped), &mut tensor, &mut keep_going)
+        .unwrap();
+    let mut dense = Array4::from_elem((5, 1, 3, 7), bf16::NAN);
+    let mut into = HostViewMut::Bf16(dense.view_mut());
+    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going).unwrap();
+    assert_eq!(dense, swapped);
+    let mut strided = Array4::from_elem((3, 1, 5, 7), bf16::NAN);
+    let mut into = HostViewMut::Bf16(strided.view_mut().permuted_axes([2, 1, 0, 3]));
+    <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going).unwrap();
+    assert_eq!(strided, numbers);
+}
+
+#[test]
+fn tensors_of_another_shape_type_or_device_are_refused() {
+    let (Some(gpu), Some(other)) = (open(&Options::default()), open(&Options::default())) else {
+        return;
+    };
+    let mut tensor = WgpuSpace::tensor(&gpu, DType::F32, [1, 2, 3, 4]).unwrap();
+    let shorter = Array4::zeros((1, 2, 3, 3));
+    let wider = Array4::zeros((1, 2, 3, 4));
+    let alike = Array4::zeros((1, 2, 3, 4));
+    for (gpu, from) in [
+        (&gpu, HostView::F32(shorter.view())),
+        (&gpu, HostView::F64(wider.view())),
+        (&other, HostView::F32(alike.view())),
+    ] {
+        let refusal = <WgpuSpace as DeviceSpace>::upload(gpu, from, &mut tensor, &mut keep_going);
+        assert!(matches!(refusal, Err(Error::InvalidArgument { .. })), "{refusal:?}");
+    }
+    let mut into = shorter.clone();
+    let mut into = HostViewMut::F32(into.view_mut());
+    let refusal = <WgpuSpace as DeviceSpace>::download(&gpu, &tensor, &mut into, &mut keep_going);
+    assert!(matches!(refusal, Err(Error::InvalidArgument { .. })), "{refusal:?}");
+    let refusal = WgpuSpace::tensor(&gpu, DType::F64, [1; 4]).err();
+    assert!(matches!(refusal, Some(Error::Unsupported { .. })), "{refusal:?}");
+}
+
+/// The space of host views stages the blocks of the device space.
+#[test]
+fn blocks_of_host_views_are_staged() {
+    type Space = HostViews<WgpuSpace>;
+    let Some(gpu) = open(&Options::default()) else { return };
+    let mut copier = Copier::new(gpu.clone());
+    let block: GpuBuffer = Wgpu::on_host(gpu.clone()).allocate(64).unwrap();
+    let mut bytes = HostBuffer::zeroed(24).unwrap();
+    bytes.bytes_mut().unwrap().fill(7);
+    let copied = transfers(&gpu, || {
+        let ranges = [8..16, 40..48];
+        let mut upload =
+            Space::upload(&mut copier, bytes, block, &ranges, &mut keep_going).unwrap();
+        let (host, Arrived { buffer, ready }) =
+            Space::uploaded(&mut copier, &mut upload).unwrap().unwrap();
+        let Queued = ready;
+        let mut download =
+            Space::download(&mut copier, &buffer, &ready, &[0..16, 44..52], host).unwrap();
+        let start = Instant::now();
+        let downloaded = loop {
+            if let Some(host) = Space::downloaded(&mut copier, &mut download).unwrap() {
+                break host;
+            }
+            assert!(start.elapsed() < PATIENCE);
+        };
+        assert_eq!(downloaded.bytes(), [[0; 8], [7; 8], [7, 7, 7, 7, 0, 0, 0, 0]].concat());
+    });
+    assert_eq!(copied, TransferredBytes { to_device: 16, to_host: 24 });
 }

@@ -33,7 +33,10 @@ pub type Verdict = Result<(), String>;
 pub const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
 /// Runs a case once.
-pub(crate) fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
+///
+/// # Errors
+/// The failure, and the case.
+pub fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
     let context = || format!("{}: {} on {setting}", subject.name(), case.name);
     let failed = |error| format!("{}: {error}", context());
     let answers = subject.run(case, setting, 1).map_err(failed)?;
@@ -51,6 +54,17 @@ pub(crate) fn examine(
     judge
         .check(&answer)
         .map_err(|wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name))
+}
+
+/// Runs a case once, compares its answer with the oracle's and returns it.
+///
+/// # Errors
+/// The first failure, and the case.
+pub fn answer(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
+    let answer = run(subject, case, setting)?;
+    let context = |wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name);
+    judge(case)?.check(&answer).map_err(context)?;
+    Ok(answer)
 }
 
 /// Runs a case twice on one plan and compares both answers with the oracle's.

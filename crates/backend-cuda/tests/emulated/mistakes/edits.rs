@@ -8,16 +8,12 @@ use super::Mistake;
 
 /// A change of one place of a kernel file.
 pub(crate) struct Edit {
-    file: &'static str,
+    pub(super) file: &'static str,
     /// Text that occurs once in the file. What is between « and » is replaced; without them all of
     /// it. It is one or more statements, or an expression.
-    from: &'static str,
+    pub(super) from: &'static str,
     /// Text in its place.
-    to: &'static str,
-}
-
-pub(crate) const fn edit(file: &'static str, from: &'static str, to: &'static str) -> Edit {
-    Edit { file, from, to }
+    pub(super) to: &'static str,
 }
 
 impl Edit {
@@ -107,10 +103,14 @@ mod tests {
     use annulus_conformance::{Setting, Subject};
 
     use super::{
-        super::{FAILED, GENERAL, Of, WARPGROUP, mistake},
+        super::{FAILED, GENERAL, Of, WARPGROUP},
         *,
     };
     use crate::{common::staged, decode, support::emulated};
+
+    const K: &str = "k";
+    const OTHER: &str = "other";
+    const TILE: &str = "tile.cuh";
 
     fn files() -> BTreeMap<String, String> {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels");
@@ -140,17 +140,12 @@ mod tests {
     #[test]
     fn edits_are_chosen_at_run_time() {
         let text = "if (x) f(1); else g(2 + y);\nf(3);\n";
-        let all = [
-            mistake(Of::Stages, "a", FAILED, const { &[edit("k", "f(1);", "")] }),
-            mistake(Of::Stages, "b", FAILED, const { &[edit("k", "g(«2 + y»)", "y")] }),
-            mistake(
-                Of::Stages,
-                "c",
-                FAILED,
-                const { &[edit("k", "f(1);", "f(2);"), edit("k", ";\n«f(3);»", "f(4);")] },
-            ),
-            mistake(Of::Stages, "d", FAILED, const { &[edit("other", "f(1);", "")] }),
-        ];
+        let all: &[Mistake] = mistakes! {
+            Stages: "a", FAILED => K: "f(1);" => "";
+            Stages: "b", FAILED => K: "g(«2 + y»)" => "y";
+            Stages: "c", FAILED => K: "f(1);" => "f(2);", K: ";\n«f(3);»" => "f(4);";
+            Stages: "d", FAILED => OTHER: "f(1);" => "";
+        };
         let want = "if (x) { if (planted(1)) {  } else if (planted(3)) { f(2); } else { f(1); } } \
                     else g((planted(2) ? (y) : (2 + y)));\n\
                     { if (planted(3)) { f(4); } else { f(3); } }\n";
@@ -160,24 +155,26 @@ mod tests {
 
     #[test]
     fn edits_that_are_stale_or_overlap_are_errors_that_name_file_and_text() {
-        let stale = |edits: &'static [Edit]| {
-            let all = [mistake(Of::Stages, "stale", FAILED, edits)];
-            apply(all.iter(), "k", "f(1); f(1); g(2);").unwrap_err().to_string()
-        };
-        let absent = stale(const { &[edit("k", "h(3);", "")] });
+        let stale =
+            |all: &[Mistake]| apply(all.iter(), "k", "f(1); f(1); g(2);").unwrap_err().to_string();
+        let absent = stale(mistakes! { Stages: "absent", FAILED => K: "h(3);" => ""; });
         assert!(absent.contains("k: h(3);") && absent.contains("not 0 times"), "{absent}");
-        let twice = stale(const { &[edit("k", "f(«1»);", "2")] });
+        let twice = stale(mistakes! { Stages: "twice", FAILED => K: "f(«1»);" => "2"; });
         assert!(twice.contains("k: f(1);") && twice.contains("not 2 times"), "{twice}");
-        let nested = stale(const { &[edit("k", "g(2);", ""), edit("k", "g(«2»)", "3")] });
+        let nested = stale(mistakes! {
+            Stages: "nested", FAILED => K: "g(2);" => "", K: "g(«2»)" => "3";
+        });
         assert!(nested.contains("k: 2") && nested.contains("overlaps"), "{nested}");
-        let longer = stale(const { &[edit("k", "g(2);", ""), edit("k", "«g(2)»;", "3")] });
+        let longer = stale(mistakes! {
+            Stages: "longer", FAILED => K: "g(2);" => "", K: "«g(2)»;" => "3";
+        });
         assert!(longer.contains("k: «g(2)»;") && longer.contains("overlaps"), "{longer}");
     }
 
     #[test]
     fn a_pass_whose_kernels_have_a_stale_edit_fails_with_file_and_text() {
-        static STALE: [Mistake; 1] =
-            [mistake(Of::Stages, "stale", FAILED, &[edit("tile.cuh", "no such text;", "")])];
+        static STALE: &[Mistake] =
+            mistakes! { Stages: "stale", FAILED => TILE: "no such text;" => ""; };
         let subject = staged("one emulated gpu", Duration::ZERO, || {
             Ok(emulated()?.edited(|file, text| apply(STALE.iter(), file, text)))
         });

@@ -2,12 +2,12 @@
 
 use std::{ops::Range, time::Duration};
 
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_conformance::{Case, Draw, Masks, Setting, suite};
 use annulus_core::{DType, Dims, Spec};
 use annulus_cuda_emulator as emulator;
 use annulus_plan::Layout;
 
-use super::{Check, DEADLOCK, Mistake, Of, Planted, Table, edit, mistake};
+use super::{Check, DEADLOCK, Edit, Mistake, Of, Planted, Table};
 use crate::{
     common::staged,
     decode, packing,
@@ -65,11 +65,8 @@ fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
 fn verdict_on(case: &Case, setting: &Setting, planted: Planted) -> Result<(), String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || planted_on(ordinal, planted));
-    let answers = subject.run(case, setting, 1).map_err(|error| error.to_string());
-    if emulator::deadlocks(ordinal) > 0 {
-        return Err(DEADLOCK.to_owned());
-    }
-    Judge::new(case).map_err(|error| error.to_string())?.check(&answers?[0])
+    let verdict = suite::answer(&subject, case, setting).map(drop);
+    if emulator::deadlocks(ordinal) > 0 { Err(DEADLOCK.to_owned()) } else { verdict }
 }
 
 /// Level plain.
@@ -80,44 +77,20 @@ pub(super) static PLAIN: Table = Table {
         verdict: |_, planted| verdict(&causal(DType::F64, FEW_DIMS), planted),
         seeds: ORDERS,
     }],
-    mistakes: &[
-        mistake(
-            Of::FewPairs,
-            "no barrier between loads of operands and their product",
-            "out[",
-            &[edit(
-                TILE,
-                "coord.first_key, a.keys, from, dim);
-        «barrier();»",
-                "",
-            )],
-        ),
-        mistake(
-            Of::FewPairs,
-            "no barrier between loads of values and their product",
-            "out[",
-            &[edit(TILE, "barrier_any(non_finite && !is_full)", "non_finite && !is_full")],
-        ),
-        mistake(
-            Of::FewPairs,
-            "mask off by one",
-            "out[",
-            &[edit(TILE, "(«line >> key & 1»)", "(line << 1 | 1) >> key & 1")],
-        ),
+    mistakes: mistakes! {
+        FewPairs: "no barrier between loads of operands and their product", "out[" =>
+            TILE: "coord.first_key, a.keys, from, dim);
+        «barrier();»" => "";
+        FewPairs: "no barrier between loads of values and their product", "out[" =>
+            TILE: "barrier_any(non_finite && !is_full)" => "non_finite && !is_full";
+        FewPairs: "mask off by one", "out[" =>
+            TILE: "(«line >> key & 1»)" => "(line << 1 | 1) >> key & 1";
         // it ends, because a launch in which every thread waits for another one fails
-        mistake(
-            Of::FewPairs,
-            "a barrier that only some threads reach",
-            DEADLOCK,
-            &[edit(
-                TILE,
-                "    }
+        FewPairs: "a barrier that only some threads reach", DEADLOCK =>
+            TILE: "    }
     «barrier();»
-}",
-                "if (thread_index() == 77) return; barrier();",
-            )],
-        ),
-    ],
+}" => "if (thread_index() == 77) return; barrier();";
+    },
 };
 
 const fn of_stages(mistake: &Mistake) -> Option<&'static str> {
@@ -176,48 +149,26 @@ pub(super) static FORWARD: Table = Table {
             seeds: ORDERS,
         },
     ],
-    mistakes: &[
-        mistake(
-            Of::Stages,
-            "no barrier between the wait for a stage and its use",
-            "out[",
-            &[edit(STREAM, "barrier_any(mine)", "pass == FORWARD ? mine : barrier_any(mine)")],
-        ),
-        mistake(
-            Of::Stages,
-            "a wait one stage late",
-            "out[",
-            &[edit(
-                STREAM,
-                "cp_async_wait<depth - 2>();",
-                "cp_async_wait<depth - 2 + (pass == FORWARD)>();",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "queries that belong to a later group of copies",
-            "out[",
-            &[edit(
-                FORWARD_KERNEL,
-                "if (tiles.more())
+    mistakes: mistakes! {
+        Stages: "no barrier between the wait for a stage and its use", "out[" =>
+            STREAM: "barrier_any(mine)" => "pass == FORWARD ? mine : barrier_any(mine)";
+        Stages: "a wait one stage late", "out[" =>
+            STREAM: "cp_async_wait<depth - 2>();" =>
+                "cp_async_wait<depth - 2 + (pass == FORWARD)>();";
+        Stages: "queries that belong to a later group of copies", "out[" =>
+            FORWARD_KERNEL: "if (tiles.more())
         load_query_rows<Shape>(memory.queries,
                                operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query,
                                a);
-    stream.begin(a, memory.stages, tiles);",
+    stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
                  if (tiles.more())
                      load_query_rows<Shape>(memory.queries,
                                             operand_of(a.q, b, first_head, a.queries, a.head_dim),
-                                            first_query, a);",
-            )],
-        ),
-        mistake(
-            Of::FewPairs,
-            "mask off by one",
-            "out[",
-            &[edit(PROBS, "(«line & existing»)", "(line << 1 | 1) & existing")],
-        ),
-    ],
+                                            first_query, a);";
+        FewPairs: "mask off by one", "out[" =>
+            PROBS: "(«line & existing»)" => "(line << 1 | 1) & existing";
+    },
 };
 
 /// GQA packing on tensor cores.
@@ -228,16 +179,10 @@ pub(super) static PACKING: Table = Table {
         verdict: |_, planted| verdict(&packing::full(packing::dims(5, 8, 2), DType::Bf16), planted),
         seeds: ORDERS,
     }],
-    mistakes: &[mistake(
-        Of::Packed,
-        "a head off by one",
-        "out[",
-        &[edit(
-            FORWARD_KERNEL,
-            "packed_row<Shape::rows>(a, 0, «row»)",
-            "row ^ (a.packed_heads > 1)",
-        )],
-    )],
+    mistakes: mistakes! {
+        Packed: "a head off by one", "out[" =>
+            FORWARD_KERNEL: "packed_row<Shape::rows>(a, 0, «row»)" => "row ^ (a.packed_heads > 1)";
+    },
 };
 
 /// Of few rows, whose warps divide the keys of a tile.
@@ -258,68 +203,27 @@ pub(super) static DECODE: Table = Table {
         },
         seeds: ORDERS,
     }],
-    mistakes: &[
-        mistake(
-            Of::FewPairs,
-            "the tile mask of the first warp's keys",
-            "out[",
-            &[edit(FORWARD_KERNEL, "coord.first_key += «lane.first_column»", "0")],
-        ),
-        mistake(
-            Of::Stages,
-            "the keys of the first warp",
-            "out[",
-            &[edit(ROW_TILES, "RightStream::rows + «lane.first_column»", "0")],
-        ),
-        mistake(
-            Of::Stages,
-            "keys that two warps own",
-            "out[",
-            &[edit(
-                FORWARD_KERNEL,
-                "lane.first_column = «warp * Shape::keys»",
-                "warp * (Shape::keys / 2)",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "a merge that does not rescale",
-            "out[",
-            &[edit(
-                WARPS,
-                "factors[other][m][r] = «merge_factor(states[other].max[m][r], state.max[m][r])»",
-                "1.0f",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "results of a warp that replace values in use",
-            "out[",
-            &[edit(
-                WARPS,
-                "«barrier();»
-    if (warp > 0) {",
-                "",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "results that are read before they are written",
-            "out[",
-            &[edit(
-                WARPS,
-                "«barrier();»
-    if (warp > 0) return",
-                "",
-            )],
-        ),
-        mistake(
-            Of::State,
-            "the state of the pass in every warp",
-            "out[",
-            &[edit(FORWARD_KERNEL, "starts_empty(a) || «lane.first_column > 0»", "false")],
-        ),
-    ],
+    mistakes: mistakes! {
+        FewPairs: "the tile mask of the first warp's keys", "out[" =>
+            FORWARD_KERNEL: "coord.first_key += «lane.first_column»" => "0";
+        Stages: "the keys of the first warp", "out[" =>
+            ROW_TILES: "RightStream::rows + «lane.first_column»" => "0";
+        Stages: "keys that two warps own", "out[" =>
+            FORWARD_KERNEL: "lane.first_column = «warp * Shape::keys»" =>
+                "warp * (Shape::keys / 2)";
+        Stages: "a merge that does not rescale", "out[" =>
+            WARPS:
+                "factors[other][m][r] = «merge_factor(states[other].max[m][r], state.max[m][r])»" =>
+                "1.0f";
+        Stages: "results of a warp that replace values in use", "out[" =>
+            WARPS: "«barrier();»
+    if (warp > 0) {" => "";
+        Stages: "results that are read before they are written", "out[" =>
+            WARPS: "«barrier();»
+    if (warp > 0) return" => "";
+        State: "the state of the pass in every warp", "out[" =>
+            FORWARD_KERNEL: "starts_empty(a) || «lane.first_column > 0»" => "false";
+    },
 };
 
 /// Backward on tensor cores. A wrong gradient implies a correct output, which is checked first.
@@ -330,70 +234,35 @@ pub(super) static BACKWARD: Table = Table {
         verdict: |_, planted| verdict(&causal(DType::Bf16, FEW_DIMS), planted),
         seeds: ORDERS,
     }],
-    mistakes: &[
-        mistake(
-            Of::Stages,
-            "dQ: no barrier between the wait for a stage and its use",
-            "dq[",
-            &[edit(STREAM, "barrier_any(mine)", "pass == QUERIES ? mine : barrier_any(mine)")],
-        ),
-        mistake(
-            Of::Stages,
-            "dK, dV: no barrier between the wait for a stage and its use",
-            "dk[",
-            &[edit(STREAM, "barrier_any(mine)", "pass == KEYS ? mine : barrier_any(mine)")],
-        ),
-        mistake(
-            Of::Stages,
-            "dQ: a wait one stage late",
-            "dq[",
-            &[edit(
-                STREAM,
-                "cp_async_wait<depth - 2>();",
-                "cp_async_wait<depth - 2 + (pass == QUERIES)>();",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "dK, dV: a wait one stage late",
-            "dk[",
-            &[edit(
-                STREAM,
-                "cp_async_wait<depth - 2>();",
-                "cp_async_wait<depth - 2 + (pass == KEYS)>();",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "dQ: left rows that belong to a later group of copies",
-            "dq[",
-            &[edit(
-                DQ,
-                "load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
+    mistakes: mistakes! {
+        Stages: "dQ: no barrier between the wait for a stage and its use", "dq[" =>
+            STREAM: "barrier_any(mine)" => "pass == QUERIES ? mine : barrier_any(mine)";
+        Stages: "dK, dV: no barrier between the wait for a stage and its use", "dk[" =>
+            STREAM: "barrier_any(mine)" => "pass == KEYS ? mine : barrier_any(mine)";
+        Stages: "dQ: a wait one stage late", "dq[" =>
+            STREAM: "cp_async_wait<depth - 2>();" =>
+                "cp_async_wait<depth - 2 + (pass == QUERIES)>();";
+        Stages: "dK, dV: a wait one stage late", "dk[" =>
+            STREAM: "cp_async_wait<depth - 2>();" => "cp_async_wait<depth - 2 + (pass == KEYS)>();";
+        Stages: "dQ: left rows that belong to a later group of copies", "dq[" =>
+            DQ: "load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
         memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
     load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
         memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);
-    stream.begin(a, memory.stages, tiles);",
+    stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
                  load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
                      memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
                  load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
-                     memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "dK, dV: left rows that belong to a later group of copies",
-            "dk[",
-            &[edit(
-                DKV,
-                "if (tiles.more()) {
+                     memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);";
+        Stages: "dK, dV: left rows that belong to a later group of copies", "dk[" =>
+            DKV: "if (tiles.more()) {
         load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
             memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
         load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
             memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim), first_key);
     }
-    stream.begin(a, memory.stages, tiles);",
+    stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
                  if (tiles.more()) {
                      load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
@@ -401,50 +270,26 @@ pub(super) static BACKWARD: Table = Table {
                      load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
                          memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim),
                          first_key);
-                 }",
-            )],
-        ),
+                 }";
         // the warps of dV pass S to those of dK through shared memory, and all read the statistics
         // of the tile's queries there
-        mistake(
-            Of::Stages,
-            "dK, dV: scores that are not ordered by a barrier",
-            "dk[",
-            &[edit(DKV, "barrier_any(!is_fused(own.base))", "!is_fused(own.base)")],
-        ),
-        mistake(
-            Of::Stages,
-            "dK, dV: statistics that are not ordered by a barrier",
-            "dk[",
-            &[edit(
-                DKV,
-                "if (thread_index() < TILE)
+        Stages: "dK, dV: scores that are not ordered by a barrier", "dk[" =>
+            DKV: "barrier_any(!is_fused(own.base))" => "!is_fused(own.base)";
+        Stages: "dK, dV: statistics that are not ordered by a barrier", "dk[" =>
+            DKV: "if (thread_index() < TILE)
             own = fused_statistics(
-                load_query_statistics(a, b, coord.h, coord.first_query + thread_index()));",
+                load_query_statistics(a, b, coord.h, coord.first_query + thread_index()));" =>
                 "if (thread_index() < TILE) {
                      own = fused_statistics(load_query_statistics(
                          a, b, coord.h, coord.first_query + thread_index()));
                      write_statistics(memory, own);
-                 }",
-            )],
-        ),
-        mistake(
-            Of::FewPairs,
-            "dQ: mask off by one",
-            "dq[",
-            &[edit(
-                DQ,
-                "mask_row(a, coord, query, QUERIES_ROWS)",
-                "mask_row(a, coord, query, QUERIES_ROWS) << 1 | 1",
-            )],
-        ),
-        mistake(
-            Of::FewPairs,
-            "dK, dV: mask off by one",
-            "dk[",
-            &[edit(DKV, "mask_row(a, coord, query + c)", "mask_row(a, coord, query + c) << 1 | 1")],
-        ),
-    ],
+                 }";
+        FewPairs: "dQ: mask off by one", "dq[" =>
+            DQ: "mask_row(a, coord, query, QUERIES_ROWS)" =>
+                "mask_row(a, coord, query, QUERIES_ROWS) << 1 | 1";
+        FewPairs: "dK, dV: mask off by one", "dk[" =>
+            DKV: "mask_row(a, coord, query + c)" => "mask_row(a, coord, query + c) << 1 | 1";
+    },
 };
 
 /// The merge of ranges of keys.
@@ -455,40 +300,16 @@ pub(super) static MERGE: Table = Table {
         verdict: |_, planted| verdict(&decode::bare(), planted),
         seeds: ORDERS,
     }],
-    mistakes: &[
-        mistake(
-            Of::Stages,
-            "no barrier after the maxima of the warps",
-            "out[",
-            &[edit(
-                MERGE_KERNEL,
-                "of_warps[warp] = max;
-    «barrier();»",
-                "",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "no barrier after the factors of the ranges",
-            "out[",
-            &[edit(
-                MERGE_KERNEL,
-                "= ties;
+    mistakes: mistakes! {
+        Stages: "no barrier after the maxima of the warps", "out[" =>
+            MERGE_KERNEL: "of_warps[warp] = max;
+    «barrier();»" => "";
+        Stages: "no barrier after the factors of the ranges", "out[" =>
+            MERGE_KERNEL: "= ties;
     }
-    «barrier();»",
-                "",
-            )],
-        ),
-        mistake(
-            Of::Stages,
-            "no barrier after the terms of the warps",
-            "out[",
-            &[edit(
-                MERGE_KERNEL,
-                "= acc[c];
-    «barrier();»",
-                "",
-            )],
-        ),
-    ],
+    «barrier();»" => "";
+        Stages: "no barrier after the terms of the warps", "out[" =>
+            MERGE_KERNEL: "= acc[c];
+    «barrier();»" => "";
+    },
 };

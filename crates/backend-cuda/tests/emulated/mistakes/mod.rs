@@ -6,16 +6,31 @@
 //! `kernels/primitives_host.h` chooses at run time between the edited text and the original. A text
 //! to edit that does not occur exactly once in its file is an error, which names both.
 
-mod backward;
+/// Lists mistakes: the case, perhaps with early copies, what is wrong and the sign; then of each
+/// edit the file, the text and the text in its place.
+macro_rules! mistakes {
+    (@of early $of:ident, $what:literal, $sign:expr, $edits:expr) => {
+        Mistake { early_copies: true, ..mistakes!(@of $of, $what, $sign, $edits) }
+    };
+    (@of $of:ident, $what:literal, $sign:expr, $edits:expr) => {
+        Mistake { of: Of::$of, what: $what, sign: $sign, early_copies: false, edits: $edits }
+    };
+    ($($($of:ident)+: $what:literal, $sign:expr => $($file:ident: $from:expr => $to:literal),+;)*) => {
+        &[$(mistakes!(
+            @of $($of)+, $what, $sign, const { &[$(Edit { file: $file, from: $from, to: $to }),+] }
+        )),*]
+    };
+}
+
 mod edits;
-mod forward;
 mod general;
+mod warpgroup;
 
 use annulus_cuda::SourceEdit;
 use annulus_cuda_emulator as emulator;
 
 use crate::support::with_seed;
-pub(crate) use edits::{Edit, edit};
+pub(crate) use edits::Edit;
 
 /// Signs of a mistake besides the first array with a wrong element (`out[`, `dq[` …): a failed
 /// launch or a deadlock.
@@ -57,20 +72,6 @@ pub(crate) struct Mistake {
     /// True if only copies that complete when they are issued show it: one warp then runs ahead.
     early_copies: bool,
     edits: &'static [Edit],
-}
-
-const fn mistake(
-    of: Of,
-    what: &'static str,
-    sign: &'static str,
-    edits: &'static [Edit],
-) -> Mistake {
-    Mistake { of, what, sign, early_copies: false, edits }
-}
-
-/// A mistake that early copies show.
-const fn early(mistake: Mistake) -> Mistake {
-    Mistake { early_copies: true, ..mistake }
 }
 
 /// Edited kernels, and the mistake that a device plants.
@@ -182,9 +183,9 @@ macro_rules! family {
 }
 
 family! { WARPGROUP:
-    mistakes_in_stages_and_products_are_caught => forward::STAGES,
-    mistakes_of_the_scheduler_and_of_outputs_are_caught => forward::SCHEDULER,
-    mistakes_in_backward_are_caught => backward::BACKWARD,
+    mistakes_in_stages_and_products_are_caught => warpgroup::STAGES,
+    mistakes_of_the_scheduler_and_of_outputs_are_caught => warpgroup::SCHEDULER,
+    mistakes_in_backward_are_caught => warpgroup::BACKWARD,
 }
 
 family! { GENERAL:

@@ -200,16 +200,13 @@ fn neighbouring_invocations_access_different_banks() {
             let tile = TileVariant {
                 storage: if matrices.is_some() { Storage::F16 } else { Storage::F32 },
                 unpacks: matrices.is_some(),
-                aligned: true,
                 head_groups: groups,
                 value_groups: groups,
                 epilogue,
-                has_u64: true,
-                decodes: false,
                 register_tile,
                 level,
                 matrices,
-                tall: false,
+                ..SIMPLE
             };
             let variants = [
                 KernelVariant::Forward(tile),

@@ -19,6 +19,22 @@ fn both_matrices() -> [Matrices; 2] {
     [Matrices::new(8, 8), Matrices::new(16, 64).with_smaller_subgroups()]
 }
 
+/// A kernel from which others differ.
+const SIMPLE: TileVariant = TileVariant {
+    storage: Storage::F16,
+    unpacks: true,
+    aligned: true,
+    head_groups: 2,
+    value_groups: 2,
+    epilogue: Epilogue::Simple,
+    has_u64: true,
+    decodes: false,
+    register_tile: RegisterTile::FourRows,
+    level: Level::Plain,
+    matrices: None,
+    tall: false,
+};
+
 /// Lists every kernel that a plan can use.
 fn all_variants() -> Vec<KernelVariant> {
     let mut all = vec![
@@ -74,11 +90,10 @@ fn all_variants() -> Vec<KernelVariant> {
                         epilogue,
                         // each in half of the kernels
                         has_u64: head_groups < 4,
-                        decodes: false,
                         register_tile,
                         level,
                         matrices,
-                        tall: false,
+                        ..SIMPLE
                     };
                     if variant.can_be_tall(32 << 10) {
                         all.push(KernelVariant::Forward(TileVariant { tall: true, ..variant }));
@@ -320,20 +335,7 @@ fn kernels_of_bf16_and_of_shuffles_access_the_arrays_of_f16_and_plain() {
 #[test]
 fn kernels_have_a_path_for_smaller_subgroups_only_if_a_device_has_them() {
     for matrices in both_matrices() {
-        let tile = TileVariant {
-            storage: Storage::F16,
-            unpacks: true,
-            aligned: true,
-            head_groups: 2,
-            value_groups: 2,
-            epilogue: Epilogue::Simple,
-            has_u64: true,
-            decodes: false,
-            register_tile: RegisterTile::FourRows,
-            level: Level::Matrix,
-            matrices: Some(matrices),
-            tall: false,
-        };
+        let tile = TileVariant { level: Level::Matrix, matrices: Some(matrices), ..SIMPLE };
         for variant in [KernelVariant::MatrixProbe(matrices), KernelVariant::Forward(tile)] {
             let wgsl = variant.source().wgsl;
             let has_path = wgsl.contains("matrix_rounds") && wgsl.contains("matrices_are_owned");
