@@ -8,11 +8,12 @@ use annulus_core::{
 };
 use annulus_cpu::{Cpu, CpuBackward, CpuForward, CpuWorkspace};
 use annulus_plan::Layout;
+use annulus_test_cases::Draw;
 use ndarray::{Array4, s};
 
 use crate::{
-    ranks::{LocalKv, Rank, keep_going, outputs},
-    support::{Case, Random},
+    ranks::{LocalKv, OnRanks, Rank, keep_going, outputs},
+    support::{self, assert_close},
 };
 
 fn forward(
@@ -71,7 +72,7 @@ fn finish(
 }
 
 fn rank(dims: Dims) -> Rank<f32> {
-    let case = Case::new(Spec::new(dims, DType::F32), &mut Random(11));
+    let case = support::case(Spec::new(dims, DType::F32), &mut Draw::new(11));
     Rank::new(&case, &Layout::Contiguous, 0, 1).unwrap()
 }
 
@@ -232,7 +233,7 @@ fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.sinks = Some(SinkShape { per_head: false, count: 8192 });
     let rank: Rank<f32> =
-        Rank::new(&Case::new(spec, &mut Random(12)), &Layout::Contiguous, 0, 1).unwrap();
+        Rank::new(&support::case(spec, &mut Draw::new(12)), &Layout::Contiguous, 0, 1).unwrap();
     let cpu = Cpu::new(threads).unwrap();
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
     let mut ticks = [0; 2];
@@ -270,7 +271,7 @@ fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.bias = Some(shape);
     let rank: Rank<f32> =
-        Rank::new(&Case::new(spec, &mut Random(13)), &Layout::Contiguous, 0, 1).unwrap();
+        Rank::new(&support::case(spec, &mut Draw::new(13)), &Layout::Contiguous, 0, 1).unwrap();
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Both).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
     let mut ticks = 0;
@@ -383,24 +384,18 @@ fn received_queries_lack_rows_of_a_full_bias() {
     let mut spec = Spec::new(Dims::new(1, 12, 1, 4), DType::F32);
     spec.backward = BackwardMode::TwoPass;
     spec.bias = Some([1, 1, 12, 12]);
-    let case = Case::new(spec.clone(), &mut Random(2));
+    let case = support::case(spec.clone(), &mut Draw::new(2));
     let cpu = Cpu::new(1).unwrap();
     assert_eq!(case.run(&cpu, &Layout::Contiguous, 2).unwrap_err().code(), 2);
     // on one rank all queries are local
-    case.run(&cpu, &Layout::Contiguous, 1).unwrap().assert_close(
-        &case.oracle(),
-        2e-5,
-        "two passes on one rank",
-    );
+    let got = case.run(&cpu, &Layout::Contiguous, 1).unwrap();
+    assert_close(&got, &support::oracle(&case), 2e-5, "two passes on one rank");
     spec.bias = Some([1, 1, 1, 12]);
-    let case = Case::new(spec.clone(), &mut Random(2));
-    case.run(&cpu, &Layout::Contiguous, 2).unwrap().assert_close(
-        &case.oracle(),
-        2e-5,
-        "a bias of keys",
-    );
+    let case = support::case(spec.clone(), &mut Draw::new(2));
+    let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+    assert_close(&got, &support::oracle(&case), 2e-5, "a bias of keys");
     spec.bias = None;
-    let mut case = Case::new(spec, &mut Random(2));
+    let mut case = support::case(spec, &mut Draw::new(2));
     case.batch.attention_mask =
         Some(annulus_core::DenseMask::from_fn([1, 1, 12, 12], |[_, _, i, j]| i != j));
     assert_eq!(case.run(&cpu, &Layout::Contiguous, 2).unwrap_err().code(), 2);

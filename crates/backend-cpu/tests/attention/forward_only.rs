@@ -10,32 +10,28 @@ use annulus_core::{
 };
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
+use annulus_test_cases::{Answer, Case, Draw};
 use half::bf16;
-use ndarray::{Array2, Array4, s};
+use ndarray::{Array2, Array3, Array4, s};
 
 use crate::{
-    ranks::{LastCall, LocalKv, Rank, keep_going, outputs},
-    support::{Case, Random},
+    ranks::{LastCall, LocalKv, OnRanks, Rank, keep_going, outputs},
+    support::{self, assert_close},
 };
 
 fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
 }
 
-fn assert_close<D: ndarray::Dimension>(
-    got: &ndarray::Array<f64, D>,
-    want: &ndarray::Array<f64, D>,
+/// Compares out and lse with `want`.
+fn assert_outputs(
+    (out, lse): &(Array4<f64>, Array3<f64>),
+    want: &Answer,
     tolerance: f64,
     what: &str,
 ) {
-    let largest =
-        want.iter().filter(|x| x.is_finite()).fold(1.0, |largest: f64, x| largest.max(x.abs()));
-    for (got, want) in got.iter().zip(want) {
-        let close = (got - want).abs() <= tolerance * largest
-            || got == want
-            || got.is_nan() && want.is_nan();
-        assert!(close, "{what}: got {got}, want {want}");
-    }
+    assert_close(&Answer { out: out.clone(), ..want.clone() }, want, tolerance, what);
+    assert_close(&Answer { lse: lse.clone(), ..want.clone() }, want, 2e-5, what);
 }
 
 /// A case of few queries with enough keys for several splits.
@@ -61,21 +57,19 @@ fn long(seed: u64, dtype: DType) -> Case {
             Arc::new(mask::Window::new(Some(700), None)),
         ),
     };
-    Case::new(spec, &mut Random(seed))
+    support::case(spec, &mut Draw::new(seed))
 }
 
 #[test]
 fn any_features_forward_only() {
     for seed in 0..60 {
-        let case = Case::any(seed, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
-        let want = case.oracle();
+        let case = support::any_features(seed, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
+        let want = support::oracle(&case);
         for isa in isas() {
             let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
             let ranks = 1 + seed as usize % 3;
-            let (out, lse) =
-                case.run_forward(&cpu, &Layout::Striped, ranks, LocalKv::Inputs).unwrap();
-            assert_close(&out, &want.out, 2e-5, &format!("seed {seed} {isa} out"));
-            assert_close(&lse, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+            let got = case.run_forward(&cpu, &Layout::Striped, ranks, LocalKv::Inputs).unwrap();
+            assert_outputs(&got, &want, 2e-5, &format!("seed {seed} {isa}"));
         }
     }
 }
@@ -86,7 +80,7 @@ fn few_queries_over_many_keys() {
         (0..12).zip([DType::F32, DType::Bf16, DType::F64, DType::F16].into_iter().cycle())
     {
         let case = long(seed, dtype);
-        let want = case.oracle();
+        let want = support::oracle(&case);
         let tolerance =
             [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
         let tolerance = tolerance.into_iter().find(|(of, _)| *of == dtype).unwrap().1;
@@ -96,8 +90,7 @@ fn few_queries_over_many_keys() {
                 case.run_forward(&cpu, &Layout::Contiguous, ranks, local_kv).unwrap()
             };
             let alone = run(1, 1, LocalKv::Inputs);
-            assert_close(&alone.0, &want.out, tolerance, &format!("seed {seed} {isa} out"));
-            assert_close(&alone.1, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+            assert_outputs(&alone, &want, tolerance, &format!("seed {seed} {isa}"));
             // in place or packed, on any number of threads
             assert!(
                 run(1, 1, LocalKv::Records) == alone
@@ -106,7 +99,7 @@ fn few_queries_over_many_keys() {
                 "seed {seed} {isa}"
             );
             let two = run(2, 2, LocalKv::Records);
-            assert_close(&two.0, &want.out, tolerance, &format!("seed {seed} {isa}, two ranks"));
+            assert_outputs(&two, &want, tolerance, &format!("seed {seed} {isa}, two ranks"));
         }
     }
 }
@@ -161,7 +154,7 @@ fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
         let mut spec = Spec::new(dims, DType::F32);
         let window = mask::Window::new(Some(100), Some(3));
         spec.mask = if documents { Arc::new(mask::Causal::default()) } else { Arc::new(window) };
-        let mut case = Case::new(spec, &mut Random(7));
+        let mut case = support::case(spec, &mut Draw::new(7));
         if documents {
             let ids = Array2::from_shape_fn((2, len), |(_, i)| (i / 300) as i32);
             case.batch.q_segment_ids = Some(ids.clone());
@@ -225,23 +218,23 @@ fn check<E: Element<Accumulator: PartialEq> + PartialEq>(case: &Case, name: &str
 #[test]
 fn outputs_that_tasks_write_have_the_bits_of_the_epilogue() {
     let spec = |dtype| Spec { mask: window(), ..Spec::new(dims(), dtype) };
-    let random = &mut Random(5);
-    check::<f32>(&Case::new(spec(DType::F32), random), "window");
-    check::<f64>(&Case::new(spec(DType::F64), random), "f64");
-    check::<bf16>(&Case::new(spec(DType::Bf16), random), "bf16");
+    let random = &mut Draw::new(5);
+    check::<f32>(&support::case(spec(DType::F32), random), "window");
+    check::<f64>(&support::case(spec(DType::F64), random), "f64");
+    check::<bf16>(&support::case(spec(DType::Bf16), random), "bf16");
     let sinks = Some(SinkShape { per_head: true, count: 2 });
-    check::<f32>(&Case::new(Spec { sinks, ..spec(DType::F32) }, random), "sinks");
+    check::<f32>(&support::case(Spec { sinks, ..spec(DType::F32) }, random), "sinks");
     let unnormalised = Spec { normalize: false, sinks, ..spec(DType::F32) };
-    check::<f32>(&Case::new(unnormalised, random), "unnormalised");
-    check::<f32>(&with_documents(Case::new(spec(DType::F32), random)), "documents");
+    check::<f32>(&support::case(unnormalised, random), "unnormalised");
+    check::<f32>(&with_documents(support::case(spec(DType::F32), random)), "documents");
     let causal = Spec { mask: Arc::new(mask::Causal::default()), ..spec(DType::F32) };
-    check::<f32>(&Case::new(causal, random), "a wide mask");
+    check::<f32>(&support::case(causal, random), "a wide mask");
 }
 
 #[test]
 fn narrow_tasks_write_outputs_before_the_epilogue() {
     let spec = Spec { mask: window(), ..Spec::new(dims(), DType::F32) };
-    let case = Case::new(spec, &mut Random(6));
+    let case = support::case(spec, &mut Draw::new(6));
     let want = &case
         .forward_outputs::<f32>(&Cpu::new(1).unwrap(), &Layout::Contiguous, 1, LastCall::Attend)
         .unwrap()[0];

@@ -5,7 +5,6 @@
 
 mod accuracy;
 mod calls;
-mod forced;
 mod forward_only;
 mod ranks;
 mod short_calls;

@@ -9,10 +9,9 @@ use annulus_core::{
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
+use annulus_test_cases::{Answer, Case};
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, Array4, ArrayViewMut4, Axis};
-
-use crate::support::{Case, Outcome};
 
 /// Evaluates `$call` with `$element` as the element type `$dtype`.
 macro_rules! with_element {
@@ -30,37 +29,61 @@ macro_rules! with_element {
     }};
 }
 
-impl Case {
+/// A case on simulated ranks.
+pub(crate) trait OnRanks {
+    fn case(&self) -> &Case;
+
     /// Runs the case on a ring of `ranks` ranks.
-    pub(crate) fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Outcome> {
+    fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Answer> {
         self.run_backward(cpu, layout, ranks, true)
     }
 
     /// Runs the case; in the one-pass backward, `fused` selects the fused call or separate dq and
     /// dkv calls.
-    pub(crate) fn run_backward(
+    fn run_backward(
         &self,
         cpu: &Cpu,
         layout: &Layout,
         ranks: usize,
         fused: bool,
-    ) -> Result<Outcome> {
-        with_element!(self.spec.dtype, E => {
-            Ring::<E>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+    ) -> Result<Answer> {
+        with_element!(self.case().spec.dtype, E => {
+            Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Both)?.run(fused)
         })
     }
 
     /// Returns out and lse of forward-only workspaces.
-    pub(crate) fn run_forward(
+    fn run_forward(
         &self,
         cpu: &Cpu,
         layout: &Layout,
         ranks: usize,
         local_kv: LocalKv,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
-        with_element!(self.spec.dtype, E => {
-            Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
+        with_element!(self.case().spec.dtype, E => {
+            Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
         })
+    }
+
+    /// Returns the outputs of each rank.
+    fn forward_outputs<E: Element>(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        last_call: LastCall,
+    ) -> Result<Vec<RankOutputs<E>>> {
+        let mut ring = Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Forward)?;
+        ring.forward(LocalKv::Inputs, last_call)?;
+        let outputs =
+            |rank: Rank<E>| (rank.out, rank.lse, [Some(rank.max), Some(rank.sum), rank.ties]);
+        Ok(ring.ranks.into_iter().map(outputs).collect())
+    }
+}
+
+impl OnRanks for Case {
+    fn case(&self) -> &Case {
+        self
     }
 }
 
@@ -98,23 +121,6 @@ pub(crate) type RankOutputs<E> = (
     Array4<<E as Element>::Accumulator>,
     [Option<Array4<<E as Element>::Accumulator>>; 3],
 );
-
-impl Case {
-    /// Returns the outputs of each rank.
-    pub(crate) fn forward_outputs<E: Element>(
-        &self,
-        cpu: &Cpu,
-        layout: &Layout,
-        ranks: usize,
-        last_call: LastCall,
-    ) -> Result<Vec<RankOutputs<E>>> {
-        let mut ring = Ring::<E>::new(self, cpu, layout, ranks, Passes::Forward)?;
-        ring.forward(LocalKv::Inputs, last_call)?;
-        let outputs =
-            |rank: Rank<E>| (rank.out, rank.lse, [Some(rank.max), Some(rank.sum), rank.ties]);
-        Ok(ring.ranks.into_iter().map(outputs).collect())
-    }
-}
 
 /// A tick that never stops a call.
 pub(crate) fn keep_going() -> ControlFlow<()> {
@@ -314,7 +320,7 @@ impl<'a, E: Element> Ring<'a, E> {
         Ok(Self { case, ranks, workspaces, blocks })
     }
 
-    fn run(mut self, fused: bool) -> Result<Outcome> {
+    fn run(mut self, fused: bool) -> Result<Answer> {
         self.forward(LocalKv::Records, LastCall::AttendLast)?;
         self.backward(fused)
     }
@@ -378,7 +384,7 @@ impl<'a, E: Element> Ring<'a, E> {
 
     /// Runs one pass of all ranks, or two. With `fused` unset, a one-pass case is computed by the
     /// kernels of two passes, which then write dK and dV of every block.
-    fn backward(mut self, fused: bool) -> Result<Outcome> {
+    fn backward(mut self, fused: bool) -> Result<Answer> {
         let spec = &self.case.spec;
         let ranks = &self.ranks;
         let blocks = &self.blocks;
@@ -431,67 +437,65 @@ impl<'a, E: Element> Ring<'a, E> {
                 }
             }
         }
-        self.case.gather(ranks, passes, &gradients)
+        gather(self.case, ranks, passes, &gradients)
     }
 }
 
-impl Case {
-    /// Finishes the passes of all ranks and assembles their rows.
-    fn gather<E: Element>(
-        &self,
-        ranks: &[Rank<E>],
-        passes: Vec<annulus_cpu::CpuBackward<'_>>,
-        dkv: &[HostBuffer],
-    ) -> Result<Outcome> {
-        let case = self;
-        let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
-        let line = || Array3::zeros((batch, q_heads, q_len));
-        let mut all = Outcome {
-            out: Array4::zeros(case.dout.raw_dim()),
-            lse: line(),
-            max: line(),
-            sum: line(),
-            dq: Array4::zeros(case.q.raw_dim()),
-            dk: Array4::zeros(case.k.raw_dim()),
-            dv: Array4::zeros(case.v.raw_dim()),
-            dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
-            dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
-        };
-        for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
-            let RankGradients { dq, dk, dv, dbias, dsinks } =
-                rank.finish_backward(pass, dkv, &mut keep_going)?;
-            let q_rows = rank.shard.queries.rows();
-            let kv_rows = rank.shard.keys.rows();
-            scatter(&rank.out, &mut all.out, 1, q_rows);
-            scatter(&dq, &mut all.dq, 1, q_rows);
-            scatter(&dk, &mut all.dk, 1, kv_rows);
-            scatter(&dv, &mut all.dv, 1, kv_rows);
-            let statistics =
-                [(&rank.lse, &mut all.lse), (&rank.max, &mut all.max), (&rank.sum, &mut all.sum)];
-            for (from, into) in statistics {
-                for (local, &row) in q_rows.iter().enumerate() {
-                    let line = from.index_axis(Axis(2), local);
-                    into.index_axis_mut(Axis(2), row as usize)
-                        .assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
-                }
-            }
-            if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
-                let from = from.mapv(Element::to_f64);
-                if into.shape()[2] == 1 && q_len != 1 {
-                    *into += &from;
-                } else {
-                    for (local, &row) in q_rows.iter().enumerate() {
-                        let mut line = into.index_axis_mut(Axis(2), row as usize);
-                        line += &from.index_axis(Axis(2), local);
-                    }
-                }
-            }
-            if let (Some(from), Some(into)) = (&dsinks, &mut all.dsinks) {
-                *into += &from.index_axis(Axis(3), 0).index_axis(Axis(2), 0).mapv(Element::to_f64);
+/// Finishes the passes of all ranks and assembles their rows.
+fn gather<E: Element>(
+    case: &Case,
+    ranks: &[Rank<E>],
+    passes: Vec<annulus_cpu::CpuBackward<'_>>,
+    dkv: &[HostBuffer],
+) -> Result<Answer> {
+    let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
+    let line = || Array3::zeros((batch, q_heads, q_len));
+    let mut all = Answer {
+        out: Array4::zeros(case.dout.raw_dim()),
+        lse: line(),
+        max: line(),
+        sum: line(),
+        ties: (!case.spec.normalize).then(line),
+        dq: Array4::zeros(case.q.raw_dim()),
+        dk: Array4::zeros(case.k.raw_dim()),
+        dv: Array4::zeros(case.v.raw_dim()),
+        dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
+        dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
+    };
+    for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
+        let RankGradients { dq, dk, dv, dbias, dsinks } =
+            rank.finish_backward(pass, dkv, &mut keep_going)?;
+        let q_rows = rank.shard.queries.rows();
+        let kv_rows = rank.shard.keys.rows();
+        scatter(&rank.out, &mut all.out, 1, q_rows);
+        scatter(&dq, &mut all.dq, 1, q_rows);
+        scatter(&dk, &mut all.dk, 1, kv_rows);
+        scatter(&dv, &mut all.dv, 1, kv_rows);
+        let statistics =
+            [(&rank.lse, &mut all.lse), (&rank.max, &mut all.max), (&rank.sum, &mut all.sum)];
+        for (from, into) in statistics.into_iter().chain(rank.ties.iter().zip(&mut all.ties)) {
+            for (local, &row) in q_rows.iter().enumerate() {
+                let line = from.index_axis(Axis(2), local);
+                into.index_axis_mut(Axis(2), row as usize)
+                    .assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
             }
         }
-        Ok(all)
+        if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
+            let from = from.mapv(Element::to_f64);
+            if into.shape()[2] == 1 && q_len != 1 {
+                *into += &from;
+            } else {
+                for (local, &row) in q_rows.iter().enumerate() {
+                    let mut line = into.index_axis_mut(Axis(2), row as usize);
+                    line += &from.index_axis(Axis(2), local);
+                }
+            }
+        }
+        if let (Some(from), Some(into)) = (&dsinks, &mut all.dsinks) {
+            *into += &from.index_axis(Axis(3), 0).index_axis(Axis(2), 0).mapv(Element::to_f64);
+        }
     }
+    Ok(all)
 }
 
 fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {

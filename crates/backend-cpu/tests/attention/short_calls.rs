@@ -8,11 +8,12 @@ use annulus_core::{
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
+use annulus_test_cases::Draw;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
 use crate::{
     ranks::{LocalKv, Rank, RankGradients, keep_going, outputs},
-    support::{Case, Random},
+    support,
 };
 
 /// Whole register tiles in both directions, so that rows can be read in place; two query heads and
@@ -23,7 +24,7 @@ fn dims() -> Dims {
 
 fn rank() -> Rank<f32> {
     let spec = Spec { mask: Arc::new(mask::Causal::default()), ..Spec::new(dims(), DType::F32) };
-    Rank::new(&Case::new(spec, &mut Random(31)), &Layout::Contiguous, 0, 1).unwrap()
+    Rank::new(&support::case(spec, &mut Draw::new(31)), &Layout::Contiguous, 0, 1).unwrap()
 }
 
 /// Bits of out, lse, dq, dk and dv of a pass over the rank's own keys, forward and backward.

@@ -6,17 +6,21 @@ use std::sync::Arc;
 use annulus_core::{BackwardMode, BiasOrder, DType, Dims, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
+use annulus_test_cases::{Answer, Case, Draw};
 
-use crate::support::{Case, Outcome, Random};
+use crate::{
+    ranks::OnRanks,
+    support::{self, assert_close},
+};
 
 #[test]
 fn the_number_of_threads_changes_no_bit() {
     for (seed, dtype) in (400..412).zip([DType::F32, DType::Bf16, DType::F64].into_iter().cycle()) {
-        let case = Case::any(seed, dtype);
+        let case = support::any_features(seed, dtype);
         let run = |threads| case.run(&Cpu::new(threads).unwrap(), &Layout::Contiguous, 1).unwrap();
-        let alone: Outcome = run(1);
+        let alone = run(1);
         for threads in [2, 3, 7] {
-            assert!(run(threads).bits() == alone.bits(), "seed {seed}, {threads} threads");
+            run(threads).same_bits(&alone).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         }
     }
 }
@@ -28,14 +32,14 @@ fn many_tasks_of_a_long_sequence_change_no_bit() {
     let mut spec = Spec::new(dims, DType::F32);
     spec.mask = Arc::new(mask::Causal { offset: 40 });
     for bias in [Some([1, 1, 1, 700]), None] {
-        let case = Case::new(Spec { bias, ..spec.clone() }, &mut Random(77));
+        let case = support::case(Spec { bias, ..spec.clone() }, &mut Draw::new(77));
         let run =
             |threads, ranks| case.run(&Cpu::new(threads).unwrap(), &Layout::Zigzag, ranks).unwrap();
         for ranks in [1, 2] {
             let alone = run(1, ranks);
-            alone.assert_close(&case.oracle(), 2e-5, "900 × 700");
+            assert_close(&alone, &support::oracle(&case), 2e-5, "900 × 700");
             for threads in [2, 3, 7] {
-                assert!(run(threads, ranks).bits() == alone.bits(), "{threads} threads");
+                run(threads, ranks).same_bits(&alone).unwrap();
             }
         }
     }
@@ -43,7 +47,7 @@ fn many_tasks_of_a_long_sequence_change_no_bit() {
 
 /// A case with few (batch row, KV head) planes, so that several threads share one.
 fn few_planes(seed: u64, bias: Option<[bool; 4]>) -> Case {
-    let random = &mut Random(seed);
+    let random = &mut Draw::new(seed);
     let [batch, kv_heads, group] =
         random.pick(&[[1, 1, 1], [1, 1, 3], [1, 2, 2], [2, 1, 2], [3, 1, 1]]);
     let dims = Dims {
@@ -70,10 +74,10 @@ fn few_planes(seed: u64, bias: Option<[bool; 4]>) -> Case {
             or_one(keys, dims.kv_len),
         ]
     });
-    spec.soft_cap = random.one_in(2).then_some(3.0);
+    spec.soft_cap = random.once_in(2).then_some(3.0);
     spec.bias_order =
-        if random.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
-    Case::new(spec, random)
+        if random.once_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
+    support::case(spec, random)
 }
 
 #[test]
@@ -84,9 +88,14 @@ fn threads_that_share_a_plane_change_no_bit() {
         for ranks in [1, 2] {
             let [alone, others @ ..] =
                 cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
-            alone.assert_close(&case.oracle(), 2e-5, &format!("seed {seed}, {:?}", case.spec));
+            assert_close(
+                &alone,
+                &support::oracle(&case),
+                2e-5,
+                &format!("seed {seed}, {:?}", case.spec),
+            );
             assert!(
-                others.iter().all(|other| other.bits() == alone.bits()),
+                others.iter().all(|other| other.same_bits(&alone).is_ok()),
                 "seed {seed}, {ranks} ranks"
             );
         }
@@ -104,9 +113,14 @@ fn the_gradient_of_any_bias_is_the_same_for_any_thread_count() {
             let case = Case { spec: Spec { backward, ..case.spec.clone() }, ..case.clone() };
             let [alone, others @ ..] =
                 cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
-            alone.assert_close(&case.oracle(), 2e-5, &format!("{ranks} ranks: {:?}", case.spec));
+            assert_close(
+                &alone,
+                &support::oracle(&case),
+                2e-5,
+                &format!("{ranks} ranks: {:?}", case.spec),
+            );
             assert!(
-                others.iter().all(|other| other.bits() == alone.bits()),
+                others.iter().all(|other| other.same_bits(&alone).is_ok()),
                 "{ranks} ranks, {:?}",
                 case.spec
             );
@@ -121,10 +135,10 @@ fn heads_with_masks_of_their_own_add_to_one_dbias_in_the_same_order() {
     let heads = (0..4)
         .map(|head| -> mask::SharedMask { Arc::new(mask::Causal { offset: 130 + head as i64 }) });
     spec.mask = Arc::new(mask::PerHead(heads.collect()));
-    let case = Case::new(spec, &mut Random(8));
+    let case = support::case(spec, &mut Draw::new(8));
     let run = |threads| case.run(&Cpu::new(threads).unwrap(), &Layout::Contiguous, 1).unwrap();
     let alone = run(1);
-    assert!((0..12).all(|_| run(3).bits() == alone.bits()));
+    assert!((0..12).all(|_| run(3).same_bits(&alone).is_ok()));
 }
 
 #[test]
@@ -135,12 +149,10 @@ fn every_instruction_set_splits_planes_and_sums_dbias() {
         for (seed, (dtype, tolerance)) in (640..646).zip(dtypes.into_iter().cycle()) {
             let mut case = few_planes(seed, Some([0, 1, 2, 3].map(|axis| seed >> axis & 1 == 1)));
             case.spec.dtype = dtype;
-            case = Case::new(case.spec, &mut Random(seed));
-            case.run(&cpu, &Layout::Contiguous, 2).unwrap().assert_close(
-                &case.oracle(),
-                tolerance,
-                &format!("{isa}, {:?}", case.spec),
-            );
+            case = support::case(case.spec, &mut Draw::new(seed));
+            let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+            let what = format!("{isa}, {:?}", case.spec);
+            assert_close(&got, &support::oracle(&case), tolerance, &what);
         }
     }
 }
@@ -148,16 +160,16 @@ fn every_instruction_set_splits_planes_and_sums_dbias() {
 #[test]
 fn both_gradients_together_or_apart_are_the_same_bits() {
     for (seed, dtype) in (430..460).zip([DType::F32, DType::Bf16, DType::F64].into_iter().cycle()) {
-        let mut case = Case::any(seed, dtype);
+        let mut case = support::any_features(seed, dtype);
         case.spec.backward = BackwardMode::OnePass;
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
             let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
             // dbias has the same terms in another order; other tests compare both with the oracle
-            let run = |fused| Outcome {
+            let run = |fused| Answer {
                 dbias: None,
                 ..case.run_backward(&cpu, &Layout::Contiguous, 2, fused).unwrap()
             };
-            assert!(run(true).bits() == run(false).bits(), "seed {seed}, {isa}");
+            assert!(run(true).same_bits(&run(false)).is_ok(), "seed {seed}, {isa}");
         }
     }
 }

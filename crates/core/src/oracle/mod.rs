@@ -22,8 +22,6 @@
 mod backward;
 mod pair_visibility;
 mod row;
-#[cfg(test)]
-mod tests;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, ArrayViewMut1, Axis};
 
