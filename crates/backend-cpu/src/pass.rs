@@ -18,27 +18,30 @@ use crate::{
     },
 };
 
-/// Evaluates `$call` with `$team` bound to the workspace's threads, `$state` to its state and
-/// `$element` to its element type.
+/// Calls a function of the workspace's element type, or of `$dtype`, with its threads, its state and
+/// the arguments.
 macro_rules! by_dtype {
-    ($workspace:expr, |$team:ident, $state:ident: PassState<$element:ident>| $call:expr) => {{
+    ($workspace:expr => $($call:tt)+) => {{
         let dtype = $workspace.dtype;
-        by_dtype!(dtype, $workspace, |$team, $state: PassState<$element>| $call)
+        by_dtype!($workspace, dtype => $($call)+)
     }};
-    ($dtype:expr, $workspace:expr, |$team:ident, $state:ident: PassState<$element:ident>| $call:expr) => {{
-        let dtype = $dtype;
-        let CpuWorkspace { team: $team, state, .. } = &mut *$workspace;
-        match (dtype, state) {
-            (DType::F64, TypedState::F64($state)) => by_dtype!(@ $element, f64, $call),
-            (DType::F32, TypedState::F32($state)) => by_dtype!(@ $element, f32, $call),
-            (DType::Bf16, TypedState::F32($state)) => by_dtype!(@ $element, bf16, $call),
-            (DType::F16, TypedState::F32($state)) => by_dtype!(@ $element, f16, $call),
+    ($workspace:expr, $dtype:expr => $($function:ident)::+($($argument:expr),*)) => {{
+        let CpuWorkspace { team, state, .. } = &mut *$workspace;
+        match ($dtype, state) {
+            (DType::F64, TypedState::F64(state)) => {
+                $($function)::+::<f64>(team, state, $($argument),*)
+            }
+            (DType::F32, TypedState::F32(state)) => {
+                $($function)::+::<f32>(team, state, $($argument),*)
+            }
+            (DType::Bf16, TypedState::F32(state)) => {
+                $($function)::+::<bf16>(team, state, $($argument),*)
+            }
+            (DType::F16, TypedState::F32(state)) => {
+                $($function)::+::<f16>(team, state, $($argument),*)
+            }
             _ => Err(Error::internal("a workspace with accumulators of another type")),
         }
-    }};
-    (@ $element:ident, $type:ty, $call:expr) => {{
-        type $element = $type;
-        $call
     }};
 }
 
@@ -52,9 +55,7 @@ fn local_kv(
     if sent.is_empty() {
         return Ok(());
     }
-    by_dtype!(workspace, |team, state: PassState<E>| records::pack::<E>(
-        team, state, inputs, into, sent
-    ))
+    by_dtype!(workspace => records::pack(inputs, into, sent))
 }
 
 impl annulus_core::Workspace for CpuWorkspace {
@@ -94,9 +95,7 @@ impl annulus_core::Workspace for CpuWorkspace {
         if !by_sums!(&self.state, state => state.backward) {
             return Err(Error::internal("a backward pass in a workspace for forward only"));
         }
-        by_dtype!(self, |team, state: PassState<E>| backward::begin::begin::<E>(
-            team, state, &inputs, mode
-        ))?;
+        by_dtype!(self => backward::begin::begin(&inputs, mode))?;
         Ok(CpuBackward { workspace: self, inputs, mode })
     }
 }
@@ -127,11 +126,7 @@ impl ForwardPass<Host> for CpuForward<'_> {
 
     fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
         self.check_not_written()?;
-        let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: PassState<E>| attend::<E>(
-            team, state, inputs, kv, None, tick
-        ))?;
-        Ok(())
+        by_dtype!(self.workspace => attend(&self.inputs, kv, None, tick)).map(drop)
     }
 
     fn attend_last(
@@ -141,31 +136,16 @@ impl ForwardPass<Host> for CpuForward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         self.check_not_written()?;
-        let inputs = &self.inputs;
-        self.written = by_dtype!(self.workspace, |team, state: PassState<E>| attend::<E>(
-            team,
-            state,
-            inputs,
-            kv,
-            Some(outputs),
-            tick
-        ))?;
-        Ok(())
+        let written = by_dtype!(self.workspace => attend(&self.inputs, kv, Some(outputs), tick));
+        written.map(|written| self.written = written)
     }
 
     fn finish(self, outputs: &mut Outputs<HostViewMut<'_>>, tick: Tick<'_>) -> Result<()> {
         if self.written {
             return Ok(());
         }
-        let inputs = &self.inputs;
         let results = self.workspace.results_dtype();
-        by_dtype!(
-            results,
-            self.workspace,
-            |team, state: PassState<E>| forward::finish::finish::<E>(
-                team, state, inputs, outputs, tick
-            )
-        )
+        by_dtype!(self.workspace, results => forward::finish::finish(&self.inputs, outputs, tick))
     }
 }
 
@@ -223,10 +203,7 @@ impl BackwardPass<Host> for CpuBackward<'_> {
     }
 
     fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
-        let inputs = &self.inputs;
-        by_dtype!(self.workspace, |team, state: PassState<E>| records::pack_queries::<E>(
-            team, state, inputs, into
-        ))
+        by_dtype!(self.workspace => records::pack_queries(&self.inputs, into))
     }
 
     /// One pass: computes the scores once for dQ, dK and dV. Two passes: computes them for each,
@@ -240,17 +217,13 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         let inputs = &self.inputs;
         match (self.mode, dkv) {
             (BackwardMode::OnePass, Some(dkv)) => {
-                by_dtype!(self.workspace, |team, state: PassState<E>| {
-                    backward::calls::backward_fused::<E>(team, state, inputs, kv, dkv, tick)
-                })
+                by_dtype!(self.workspace => backward::calls::backward_fused(inputs, kv, dkv, tick))
             }
             (BackwardMode::OnePass, None) => {
                 Err(Error::internal("dQ without dK and dV in a one-pass backward"))
             }
             (BackwardMode::TwoPass, dkv) => {
-                by_dtype!(self.workspace, |team, state: PassState<E>| {
-                    backward::calls::backward_separate::<E>(team, state, inputs, kv, dkv, tick)
-                })
+                by_dtype!(self.workspace => backward::calls::backward_separate(inputs, kv, dkv, tick))
             }
         }
     }
@@ -262,9 +235,7 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: PassState<E>| {
-            backward::calls::backward_dkv_from_queries::<E>(team, state, inputs, queries, dkv, tick)
-        })
+        by_dtype!(self.workspace => backward::calls::backward_dkv_from_queries(inputs, queries, dkv, tick))
     }
 
     fn reduce(
@@ -283,9 +254,7 @@ impl BackwardPass<Host> for CpuBackward<'_> {
 
     fn leaf_sums(&mut self, dkv: &HostBuffer, sums: &mut LeafSums, tick: Tick<'_>) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: PassState<E>| {
-            backward::leaf_sums::leaf_sums::<E>(team, state, inputs, dkv, sums, tick)
-        })
+        by_dtype!(self.workspace => backward::leaf_sums::leaf_sums(inputs, dkv, sums, tick))
     }
 
     fn finish(
@@ -295,8 +264,6 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace, |team, state: PassState<E>| backward::finish::finish::<E>(
-            team, state, inputs, dkv, gradients, tick
-        ))
+        by_dtype!(self.workspace => backward::finish::finish(inputs, dkv, gradients, tick))
     }
 }

@@ -213,28 +213,4 @@ mod tests {
             );
         }
     }
-
-    #[test]
-    fn the_mask_does_not_depend_on_the_order_of_tiles() {
-        let mask = mask(0.4, 3);
-        let n = 60;
-        let by_pairs: Vec<bool> = (0..n * n).map(|p| mask.keep(1, 1, 2, p / n, p % n)).collect();
-        for tile in [4, 12, 20] {
-            let mut by_tiles = vec![false; (n * n) as usize];
-            for i0 in (0..n as usize).step_by(tile).rev().map(|i0| i0 as u64) {
-                for j0 in (0..n).step_by(tile) {
-                    for i in i0..i0 + tile as u64 {
-                        for block in j0 / 4..(j0 + tile as u64) / 4 {
-                            for (word, random) in
-                                mask.words(1, 1, 2, i, block).into_iter().enumerate()
-                            {
-                                by_tiles[(i * n + 4 * block) as usize + word] = mask.keeps(random);
-                            }
-                        }
-                    }
-                }
-            }
-            assert_eq!(by_tiles, by_pairs);
-        }
-    }
 }

@@ -38,7 +38,7 @@ pub(crate) fn begin<E: TileInput>(
     state.key_leaves.next = 0;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
-        block.sums.fill(Acc::<E>::ZERO);
+        block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
     });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());

@@ -10,7 +10,7 @@ use crate::{
     backward::{
         dkv::{DkvPass, QueryStatisticsSource},
         dq::backward_dq,
-        fused::{LeafMemory, exchange_dq, fuses_leaves, run_fused, run_fused_leaves},
+        fused::{exchange_dq, fuses_leaves, run_fused, run_fused_leaves},
         reduction::{GroupGradients, KvSplit},
     },
     forward::query_pass::keys_and_values,
@@ -122,8 +122,9 @@ fn attend_block<E: TileInput>(
         }
         (Some(plan), Wanted::All) => {
             arrivals.arrive(shard, keys)?;
-            let memory = LeafMemory { blocks, block_index, q_rows: *q_rows, arrivals, key_leaves };
-            run_fused_leaves(&pass, plan, (team, scratch), sums, memory, tick);
+            let blocks = (&mut blocks[..], &block_index[..], *q_rows);
+            let leaves = (&*arrivals, key_leaves);
+            run_fused_leaves(&pass, plan, (team, scratch), sums, blocks, leaves, tick);
         }
     }
     Ok(())

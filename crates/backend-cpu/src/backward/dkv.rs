@@ -109,7 +109,7 @@ impl<E: TileInput> DkvPass<'_, E> {
     ) {
         // tasks write disjoint elements of the same records, under a lock held once per task
         let sums = Mutex::new(sums);
-        team.run(scratch, self.tasks(), Some(tick), |scratch, task, ticker| {
+        team.run(scratch, self.tasks(false), Some(tick), |scratch, task, ticker| {
             Self::begin(scratch);
             self.accumulate(scratch, &task, &(0..self.visibility.queries.len()), None, ticker);
             self.complete(scratch, &task);
@@ -118,31 +118,20 @@ impl<E: TileInput> DkvPass<'_, E> {
     }
 
     /// Iterates over the tasks. Early keys come first: they are the long tasks under a causal mask.
-    fn tasks(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
-        let task = self.task_of();
-        let planes = 0..self.geometry.dims.batch * self.geometry.dims.kv_heads;
-        let firsts = (0..self.visibility.keys.len()).step_by(self.k_rows);
-        firsts.flat_map(move |first| planes.clone().map(move |plane| task(plane, first)))
-    }
-
-    /// Iterates over the same tasks in the order of [`KeyLeaves::tasks`]: plane by plane.
-    fn tasks_by_plane(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
-        let task = self.task_of();
-        let planes = 0..self.geometry.dims.batch * self.geometry.dims.kv_heads;
-        let firsts = (0..self.visibility.keys.len()).step_by(self.k_rows);
-        planes.flat_map(move |plane| firsts.clone().map(move |first| task(plane, first)))
-    }
-
-    /// Returns the function from a plane and the first key of a task to the task.
-    fn task_of(&self) -> impl Fn(usize, usize) -> KeyTask + Copy + Send + use<E> {
-        let kv_heads = self.geometry.dims.kv_heads;
+    /// With `by_plane` in the order of [`KeyLeaves::tasks`]: plane by plane.
+    fn tasks(&self, by_plane: bool) -> impl Iterator<Item = KeyTask> + Send + use<E> {
+        let (kv_heads, k_rows) = (self.geometry.dims.kv_heads, self.k_rows);
+        let planes = self.geometry.dims.batch * kv_heads;
         let len = self.visibility.keys.len();
-        let k_rows = self.k_rows;
-        move |plane, first| KeyTask {
-            batch: plane / kv_heads,
-            kv_head: plane % kv_heads,
-            keys: first..len.min(first + k_rows),
-        }
+        let tasks = len.div_ceil(k_rows);
+        (0..planes * tasks).map(move |index| {
+            let (plane, task) = match by_plane {
+                true => (index / tasks, index % tasks),
+                false => (index % planes, index / planes),
+            };
+            let keys = task * k_rows..len.min((task + 1) * k_rows);
+            KeyTask { batch: plane / kv_heads, kv_head: plane % kv_heads, keys }
+        })
     }
 
     /// As [`DkvPass::run`] in the reproducible order: computes the leaves of the block, each from
@@ -158,7 +147,7 @@ impl<E: TileInput> DkvPass<'_, E> {
         let records = Mutex::new(records);
         let KeyLeaves { tasks, steps, .. } = leaves;
         let arriving = ArrivingQueries { merges, steps };
-        let tasks = self.tasks_by_plane().zip(tasks);
+        let tasks = self.tasks(true).zip(tasks);
         team.run(scratch, tasks, Some(tick), |scratch, (task, leaves), ticker| {
             self.accumulate_leaves(scratch, &task, (arriving, leaves), None, &records, ticker);
         });

@@ -238,7 +238,7 @@ impl<E: TileInput> DqPass<'_, E> {
         }
         let head_rows = geometry.head_rows();
         let lane = block.lane(coord.head % geometry.dims.group(), first);
-        let sums = &mut block.sums[lane * head_rows..(lane + coord.width) * head_rows];
+        let sums = &mut block.partial.sums[lane * head_rows..(lane + coord.width) * head_rows];
         gemm_tn(
             (geometry.token, coord.vectors),
             tile_mask,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! dq = scale·Σ dS·K      dk, dv from their records
-//! dbias from its sums (`leaf_sums.rs`)      dsinks from the statistics of the rows (`sinks.rs`)
+//! dbias from its sums, dsinks from the statistics of the rows (`leaf_sums.rs`)
 //! ```
 
 use annulus_core::{Element, Gradients, HostBuffer, HostView, HostViewMut, Inputs, Result, Tick};
@@ -162,8 +162,8 @@ fn write_dq<E: TileInput>(
                 let mut dq = dq.index_axis_mut(Axis(1), head);
                 if state.dq_layout == DqLayout::Rows {
                     let width = geometry.padded_head_dim();
-                    let lines =
-                        block.sums[block.lane(index_in_group, 0) * width..].chunks_exact(width);
+                    let lines = block.partial.sums[block.lane(index_in_group, 0) * width..]
+                        .chunks_exact(width);
                     for (row, line) in (0..dq.dim().0).zip(lines) {
                         if row + ROWS_AHEAD < dq.dim().0 {
                             let ahead = dq.index_axis(Axis(0), row + ROWS_AHEAD);
@@ -176,8 +176,8 @@ fn write_dq<E: TileInput>(
                 } else {
                     for strip in geometry.strips(block.rows.len()) {
                         let first = block.lane(index_in_group, strip.rows.start);
-                        let sums =
-                            &block.sums[first * head_rows..(first + strip.width) * head_rows];
+                        let sums = &block.partial.sums
+                            [first * head_rows..(first + strip.width) * head_rows];
                         for (lane, row) in strip.rows.clone().enumerate() {
                             let column = sums.iter().skip(lane).step_by(strip.width);
                             let into = dq.index_axis_mut(Axis(0), row).into_iter();

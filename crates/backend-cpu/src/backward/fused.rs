@@ -6,7 +6,7 @@
 //!         for each tile of 64 queries that attend to some of them, late queries first:
 //!             wait until the tasks before this one have passed the tile (`threads/`)
 //!             for each query head of the KV head, for each tile of 64 keys:
-//!                 S, dP, dS, P as in `backward_dkv`
+//!                 S, dP, dS, P as in `dkv.rs`
 //!                 dVᵀ += dOᵀ·P     dKᵀ += Qᵀ·dS     dQ += dS·K     dbias += dS
 //! ```
 //! Scores and their gradients are computed once: five products per tile, where separate dq and dkv
@@ -66,7 +66,8 @@ use crate::{
 /// Moves each block's dq behind a lock for the pass, or back.
 pub(super) fn exchange_dq<A>(blocks: &mut [QueryBlock<A>], shared_dq: &mut [Mutex<Aligned<A>>]) {
     let pairs = blocks.iter_mut().zip(shared_dq);
-    pairs.for_each(|(block, shared_dq)| std::mem::swap(&mut block.sums, get_mut(shared_dq)));
+    pairs
+        .for_each(|(block, shared_dq)| std::mem::swap(&mut block.partial.sums, get_mut(shared_dq)));
 }
 
 /// Runs all tasks. `records` are the gradient records.
@@ -128,16 +129,17 @@ pub(super) fn fuses_leaves<A: Real>(state: &PassState<A>, threads: usize, keys: 
     is_shorter && divides && ascends && !is_empty && bias_gradient.is_none()
 }
 
-/// Runs all tasks. `records` are the gradient records.
+/// Runs all tasks. `records` are the gradient records. Blocks lie in the order of planes; see
+/// [`PassState::block_index`] and [`PassState::q_rows`].
 pub(super) fn run_fused_leaves<E: TileInput>(
     pass: &DkvPass<'_, E>,
     plan: &RankLeaves,
     (team, scratch): (&Team, &mut [ThreadScratch<Acc<E>>]),
     records: &mut [Acc<E>],
-    memory: LeafMemory<'_, Acc<E>>,
+    (blocks, block_index, q_rows): (&mut [QueryBlock<Acc<E>>], &[usize], usize),
+    (arrivals, key_leaves): (&LeafArrivals, &mut KeyLeaves<Acc<E>>),
     tick: Tick<'_>,
 ) {
-    let LeafMemory { blocks, block_index, q_rows, arrivals, key_leaves } = memory;
     let dims = pass.geometry.dims;
     let planes = dims.batch * dims.kv_heads;
     let arriving = ArrivingQueries { merges: &plan.queries, steps: &key_leaves.steps };
@@ -150,7 +152,8 @@ pub(super) fn run_fused_leaves<E: TileInput>(
     team.run(scratch, tasks, Some(tick), |scratch, (plane, (blocks, leaves)), ticker| {
         let (batch, kv_head) = (plane / dims.kv_heads, plane % dims.kv_heads);
         let geometry = pass.geometry;
-        let mut dq = PlaneLeaves { geometry, plane: (plane, planes), blocks, block_index, q_rows };
+        let first_block = plane * blocks.len();
+        let mut dq = PlaneLeaves { geometry, first_block, blocks, block_index, q_rows };
         for leaf in arrivals.leaves() {
             if let Some(step) = leaf.closes {
                 dq.blocks.iter_mut().for_each(|block| block.close_dq_leaf(&plan.keys, step));
@@ -168,14 +171,4 @@ pub(super) fn run_fused_leaves<E: TileInput>(
             }
         }
     });
-}
-
-/// Memory of a workspace for [`run_fused_leaves`].
-pub(super) struct LeafMemory<'a, A> {
-    /// In the order of planes.
-    pub(super) blocks: &'a mut [QueryBlock<A>],
-    pub(super) block_index: &'a [usize],
-    pub(super) q_rows: usize,
-    pub(super) arrivals: &'a LeafArrivals,
-    pub(super) key_leaves: &'a mut KeyLeaves<A>,
 }

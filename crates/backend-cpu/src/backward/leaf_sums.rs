@@ -204,7 +204,7 @@ pub(super) fn write_dbias<A: Real>(
             }
             for head in 0..dims.group() {
                 let (batch, into_head) = gradient.element(block.batch, block.kv_head, head % sums);
-                let of_rows = &block.sum[block.lane(head, 0)..];
+                let of_rows = &block.partial.sum[block.lane(head, 0)..];
                 for (row, &sum) in block.rows.clone().zip(of_rows) {
                     into[[batch, into_head, row, 0]] += sum;
                 }

@@ -156,19 +156,13 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
         queries: &Range<usize>,
     ) {
         let to = self.to;
-        let Geometry { dims, .. } = *to.geometry;
+        let panel = self.keys_in_place.unwrap_or_else(|| scratch.rows_key.view());
+        let of = TileRows { geometry: to.geometry, head, queries, panel, task, first_key };
         let mut first = queries.start;
         // a tile may span blocks, all of which start at whole register tiles
         while first < queries.end {
-            let plane = first / to.q_rows * dims.batch + task.batch;
-            let index = to.block_index[plane * dims.kv_heads + task.kv_head];
-            let block = &to.blocks[index];
-            let rows = first..block.rows.end.min(queries.end);
-            let at = block.lane(head % dims.group(), first - block.rows.start);
-            first = rows.end;
-            let of = TileRows { geometry: to.geometry, queries, rows, first_key };
-            let panel = self.keys_in_place.unwrap_or_else(|| scratch.rows_key.view());
-            of.accumulate(scratch, panel, task, at, &mut lock(&to.sums[index]));
+            let index = block_of(to.geometry, to.block_index, to.q_rows, task, first);
+            first = of.accumulate(scratch, &to.blocks[index], first, &mut lock(&to.sums[index]));
         }
     }
 
@@ -177,25 +171,42 @@ impl<A: Real> DqSums<A> for TaskReduction<'_, A> {
     }
 }
 
-/// Rows of a tile of queries that lie in one block.
-struct TileRows<'a> {
+/// Returns the index of the block of a task's plane that holds query row `row`; see
+/// [`crate::workspace::state::PassState::block_index`].
+fn block_of(
+    geometry: &Geometry,
+    block_index: &[usize],
+    q_rows: usize,
+    task: &KeyTask,
+    row: usize,
+) -> usize {
+    let plane = row / q_rows * geometry.dims.batch + task.batch;
+    block_index[plane * geometry.dims.kv_heads + task.kv_head]
+}
+
+/// A tile of queries of one head, and the tile of the task's keys that starts at key `first_key`.
+struct TileRows<'a, A> {
     geometry: &'a Geometry,
+    head: usize,
     queries: &'a Range<usize>,
-    rows: Range<usize>,
+    /// The task's keys.
+    panel: PanelView<'a, A>,
+    task: &'a KeyTask,
     first_key: usize,
 }
 
-impl TileRows<'_> {
-    /// Adds dS·K to `sums`, dq of a block, from its row `at` on. `panel` are the task's keys.
-    fn accumulate<A: Real>(
-        self,
+impl<A: Real> TileRows<'_, A> {
+    /// Adds dS·K to `sums`, dq of `block`, for its queries from `first` on. Returns their end.
+    fn accumulate(
+        &self,
         scratch: &ThreadScratch<A>,
-        panel: PanelView<'_, A>,
-        task: &KeyTask,
-        at: usize,
+        block: &QueryBlock<A>,
+        first: usize,
         sums: &mut [A],
-    ) {
-        let Self { geometry, queries, rows, first_key } = self;
+    ) -> usize {
+        let Self { geometry, head, queries, panel, task, first_key } = *self;
+        let rows = first..block.rows.end.min(queries.end);
+        let at = block.lane(head % geometry.dims.group(), first - block.rows.start);
         let width = geometry.padded_head_dim();
         let of = DqUpdate {
             first_row: rows.start - queries.start,
@@ -205,6 +216,7 @@ impl TileRows<'_> {
             width,
         };
         scratch.ds_tile.accumulate_dq(geometry.token, of);
+        rows.end
     }
 }
 
@@ -212,9 +224,9 @@ impl TileRows<'_> {
 /// the plane.
 pub(super) struct PlaneLeaves<'a, A> {
     pub(super) geometry: &'a Geometry,
-    /// Number of the plane, and of planes.
-    pub(super) plane: (usize, usize),
-    /// Blocks of the plane, which follow those of the planes before it.
+    /// Number of the plane's first block.
+    pub(super) first_block: usize,
+    /// Blocks of the plane.
     pub(super) blocks: &'a mut [QueryBlock<A>],
     /// See [`crate::workspace::state::PassState::block_index`].
     pub(super) block_index: &'a [usize],
@@ -236,18 +248,17 @@ impl<A: Real> DqSums<A> for PlaneLeaves<'_, A> {
         first_key: usize,
         queries: &Range<usize>,
     ) {
-        let (plane, planes) = self.plane;
-        let before = plane * self.blocks.len();
+        let geometry = self.geometry;
+        let panel = scratch.rows_key.view();
+        let of = TileRows { geometry, head, queries, panel, task, first_key };
         let mut first = queries.start;
         while first < queries.end {
-            let index = self.block_index[first / self.q_rows * planes + plane] - before;
-            let block = &mut self.blocks[index];
+            let index = block_of(geometry, self.block_index, self.q_rows, task, first);
+            let block = &mut self.blocks[index - self.first_block];
             block.fill_dq_leaf();
-            let rows = first..block.rows.end.min(queries.end);
-            let at = block.lane(head % self.geometry.dims.group(), first - block.rows.start);
-            first = rows.end;
-            let of = TileRows { geometry: self.geometry, queries, rows, first_key };
-            of.accumulate(scratch, scratch.rows_key.view(), task, at, &mut block.sums);
+            let mut sums = std::mem::take(&mut block.partial.sums);
+            first = of.accumulate(scratch, block, first, &mut sums);
+            block.partial.sums = sums;
         }
     }
 

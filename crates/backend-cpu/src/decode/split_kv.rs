@@ -31,14 +31,15 @@ use crate::{
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
+        aligned::Aligned,
         geometry::{Geometry, TileCoord},
         input::{Acc, TileInput},
         pack::padded_dim,
-        softmax::{MultiplyTile, OnlineSoftmaxRows},
+        softmax::{MultiplyTile, OnlineSoftmaxRows, Partial},
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
-        decode::{Decode, DecodeScratch, PackedQueries, SplitPartial, split_keys, tile_keys},
+        decode::{Decode, DecodeScratch, PackedQueries, split_keys, tile_keys},
         query_block::QueryBlock,
         scratch::ThreadScratch,
     },
@@ -76,133 +77,116 @@ impl<A: Real> Decode<A> {
             Some(tick),
             |scratch, (index, partial), ticker| {
                 let first = index % splits * step;
-                let task = SplitTask {
-                    pass,
-                    batch: index / splits,
-                    queries: 0..pass.visibility.queries.len(),
-                };
-                task.attend_split(scratch, partial, first..len.min(first + step), ticker);
+                let keys = first..len.min(first + step);
+                pass.attend_split(scratch, index / splits, partial, keys, ticker);
             },
         );
         for block in blocks {
             for partial in &partials[block.batch * splits..(block.batch + 1) * splits] {
-                partial.merge(pass.geometry, block);
+                merge_split(pass.geometry, partial, block);
             }
         }
         true
     }
 }
 
-impl<A: Real> SplitPartial<A> {
-    fn clear(&mut self) {
-        self.max.fill(-A::INFINITY);
-        self.sum.fill(A::ZERO);
-        self.out.fill(A::ZERO);
-    }
-
-    /// Merges the partial result for the heads of `block` into its accumulator.
-    fn merge(&self, geometry: &Geometry, block: &mut QueryBlock<A>) {
-        let queries = block.rows.len();
-        let dim = geometry.dims.value_dim;
-        let packed = PackedQueries::of_group(geometry, queries);
-        let group_start = block.kv_head * packed.len();
-        let out = &self.out[group_start * padded_dim::<A>(dim)..];
-        for packed_row in 0..packed.len() {
-            let index = packed_row / queries;
-            let query = packed_row % queries;
-            let (max, sum) =
-                (self.max[group_start + packed_row], self.sum[group_start + packed_row]);
-            let lane = block.lane(index, 0) + query;
-            let old_max = block.max[lane];
-            let old_sum = block.sum[lane];
-            let new = if max > old_max { max } else { old_max };
-            // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
-            let base = if new == -A::INFINITY { A::ZERO } else { new };
-            let (old_factor, factor) =
-                ((old_max - base).softmax_exp::<false>(), (max - base).softmax_exp::<false>());
-            block.max[lane] = new;
-            // NaN is never a maximum, but stays in the sum: 0·NaN is NaN
-            block.sum[lane] = old_sum * old_factor + sum * factor;
-            let first = block.lane(index, 0) * geometry.value_rows() + query;
-            let out =
-                packed.vectors::<A>(packed_row, dim).flat_map(|elements| &out[elements]).take(dim);
-            // the accumulator is unspecified before the first visible key
-            let fresh = old_max == -A::INFINITY;
-            for (into, &out) in block.sums[first..].iter_mut().step_by(A::WIDTH).zip(out) {
-                *into = if fresh { out * factor } else { *into * old_factor + out * factor };
-            }
+/// Merges the partial result of a split for the heads of `block` into its accumulator.
+fn merge_split<A: Real>(
+    geometry: &Geometry,
+    split: &Partial<Aligned<A>>,
+    block: &mut QueryBlock<A>,
+) {
+    let queries = block.rows.len();
+    let dim = geometry.dims.value_dim;
+    let packed = PackedQueries::of_group(geometry, queries);
+    let group_start = block.kv_head * packed.len();
+    let out = &split.sums[group_start * padded_dim::<A>(dim)..];
+    for packed_row in 0..packed.len() {
+        let index = packed_row / queries;
+        let query = packed_row % queries;
+        let (max, sum) = (split.max[group_start + packed_row], split.sum[group_start + packed_row]);
+        let lane = block.lane(index, 0) + query;
+        let old_max = block.partial.max[lane];
+        let old_sum = block.partial.sum[lane];
+        let new = if max > old_max { max } else { old_max };
+        // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
+        let base = if new == -A::INFINITY { A::ZERO } else { new };
+        let (old_factor, factor) =
+            ((old_max - base).softmax_exp::<false>(), (max - base).softmax_exp::<false>());
+        block.partial.max[lane] = new;
+        // NaN is never a maximum, but stays in the sum: 0·NaN is NaN
+        block.partial.sum[lane] = old_sum * old_factor + sum * factor;
+        let first = block.lane(index, 0) * geometry.value_rows() + query;
+        let out =
+            packed.vectors::<A>(packed_row, dim).flat_map(|elements| &out[elements]).take(dim);
+        // the accumulator is unspecified before the first visible key
+        let fresh = old_max == -A::INFINITY;
+        for (into, &out) in block.partial.sums[first..].iter_mut().step_by(A::WIDTH).zip(out) {
+            *into = if fresh { out * factor } else { *into * old_factor + out * factor };
         }
     }
 }
 
-/// Task of one split.
-struct SplitTask<'a, 'p, E: TileInput> {
-    pass: &'a ForwardQueryPass<'p, E>,
-    batch: usize,
-    queries: Range<usize>,
-}
-
-impl<E: TileInput> SplitTask<'_, '_, E> {
+impl<E: TileInput> ForwardQueryPass<'_, E> {
+    /// Attends to the keys of one split with all queries of a batch row.
     fn attend_split(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
-        partial: &mut SplitPartial<Acc<E>>,
+        batch: usize,
+        partial: &mut Partial<Aligned<Acc<E>>>,
         keys: Range<usize>,
         ticker: &mut Ticker<'_>,
     ) {
-        let pass = self.pass;
-        partial.clear();
-        self.pack_queries(&mut scratch.decode);
-        let tile = pass.query_tiles.tile(self.batch, 0, self.queries.start);
-        let step = tile_keys(pass.geometry);
+        partial.reset();
+        partial.sums.fill(Acc::<E>::ZERO);
+        self.pack_queries(batch, &mut scratch.decode);
+        let tile = self.query_tiles.tile(batch, 0, 0);
+        let step = tile_keys(self.geometry);
         for first in keys.clone().step_by(step) {
             if ticker.should_stop() {
                 return;
             }
             let keys = first..keys.end.min(first + step);
             let ThreadScratch { tile_mask, bits, .. } = scratch;
-            if tile_mask.classify(LaneAxis::Keys, &pass.visibility, tile, keys.clone(), bits) {
-                self.attend_tile(scratch, partial, &keys);
+            if tile_mask.classify(LaneAxis::Keys, &self.visibility, tile, keys.clone(), bits) {
+                self.attend_split_tile(scratch, batch, partial, &keys);
             }
         }
     }
 
     /// Widens the queries of all heads into packed rows.
-    fn pack_queries(&self, decode: &mut DecodeScratch<Acc<E>>) {
-        let dims = self.pass.geometry.dims;
-        let queries = self.queries.len();
-        let packed = PackedQueries::of_group(self.pass.geometry, queries);
+    fn pack_queries(&self, batch: usize, decode: &mut DecodeScratch<Acc<E>>) {
+        let dims = self.geometry.dims;
+        let queries = self.visibility.queries.len();
+        let packed = PackedQueries::of_group(self.geometry, queries);
         let group_len = packed.len() * padded_dim::<Acc<E>>(dims.head_dim);
         for (kv_head, into) in decode.q.chunks_exact_mut(group_len).enumerate() {
             for packed_row in 0..packed.len() {
-                let vector = self.pass.q.vector(
-                    self.batch,
-                    self.queries.start + packed_row % queries,
-                    kv_head * dims.group() + packed_row / queries,
-                );
+                let head = kv_head * dims.group() + packed_row / queries;
+                let vector = self.q.vector(batch, packed_row % queries, head);
                 let elements = packed.vectors::<Acc<E>>(packed_row, dims.head_dim).flatten();
                 elements.zip(vector).for_each(|(index, &element)| into[index] = element.widen());
             }
         }
     }
 
-    fn attend_tile(
+    fn attend_split_tile(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
-        partial: &mut SplitPartial<Acc<E>>,
+        batch: usize,
+        partial: &mut Partial<Aligned<Acc<E>>>,
         keys: &Range<usize>,
     ) {
-        let pass = self.pass;
-        let token = pass.geometry.token;
-        let dims = pass.geometry.dims;
+        let token = self.geometry.token;
+        let dims = self.geometry.dims;
         let ThreadScratch { decode, tiles, tile_mask, .. } = scratch;
-        let queries = self.queries.len();
-        let packed = PackedQueries::of_group(pass.geometry, queries);
+        let queries = self.visibility.queries.len();
+        let packed = PackedQueries::of_group(self.geometry, queries);
         let (some, all) = tile_mask.visible_lanes(queries, keys.len());
         let visible_keys = some.trailing_zeros() as usize..TILE - some.leading_zeros() as usize;
-        let width = tile_keys(pass.geometry);
+        let width = tile_keys(self.geometry);
         let tile = DecodeTile {
-            batch: self.batch,
+            batch,
             kv_heads: dims.kv_heads,
             queries,
             packed,
@@ -214,32 +198,30 @@ impl<E: TileInput> SplitTask<'_, '_, E> {
         let values_dim = dims.value_dim;
         let dots = QkDots {
             tile: &tile,
-            source: &pass.k,
+            source: &self.k,
             dim: keys_dim,
-            prefetch: PrefetchStream { source: &pass.v, after: 0 },
+            prefetch: PrefetchStream { source: &self.v, after: 0 },
             q: &decode.q,
             products: &mut decode.products,
             into: &mut decode.tile,
         };
         Acc::<E>::run_kernel(token, 1, dots);
         for (head, scores) in decode.tile.chunks_exact_mut(queries * width).enumerate() {
-            let queries = self.queries.clone();
-            let keys = keys.clone();
-            let head_start = head * queries.len();
+            let head_start = head * queries;
             let vectors = width / Acc::<E>::WIDTH;
             let used = keys.len();
             let coord = TileCoord {
-                batch: self.batch,
+                batch,
                 head,
-                queries,
-                keys,
+                queries: 0..queries,
+                keys: keys.clone(),
                 lane_axis: LaneAxis::Keys,
                 strip: 0,
                 vectors,
                 width,
             };
             // decode runs without a bias, so the mask does not change
-            pass.scores.finish(&coord, tile_mask, scores, None, &mut tiles.extra);
+            self.scores.finish(&coord, tile_mask, scores, None, &mut tiles.extra);
             let rows = tile_mask.rows().clone();
             let probs = &mut scores[coord.span(&rows)];
             probs
@@ -252,22 +234,18 @@ impl<E: TileInput> SplitTask<'_, '_, E> {
             let online_softmax = OnlineSoftmaxRows {
                 tile: probs,
                 width,
-                scale: pass.scores.deferred_scale(),
+                scale: self.scores.deferred_scale(),
                 max,
                 sum,
                 rescale,
             };
             if Acc::<E>::run_kernel(token, 1, online_softmax) {
                 for packed_row in head_rows {
-                    partial.rescale_out(
-                        &packed,
-                        packed_row,
-                        values_dim,
-                        decode.rescale[packed_row],
-                    );
+                    let factor = decode.rescale[packed_row];
+                    rescale_out(&mut partial.sums, packed, packed_row, values_dim, factor);
                 }
             }
-            if pass.scores.fill_keep(&coord, &rows, &mut tiles.extra) {
+            if self.scores.fill_keep(&coord, &rows, &mut tiles.extra) {
                 Acc::<E>::run_kernel(
                     token,
                     vectors,
@@ -275,16 +253,13 @@ impl<E: TileInput> SplitTask<'_, '_, E> {
                 );
             }
         }
-        let prefetch = PrefetchStream { source: &pass.k, after: width };
-        let probs = &decode.tile[..];
-        let out = &mut partial.out[..];
         let sums = PvSums {
             tile: &tile,
-            source: &pass.v,
+            source: &self.v,
             dim: values_dim,
-            prefetch,
-            probs,
-            out,
+            prefetch: PrefetchStream { source: &self.k, after: width },
+            probs: &decode.tile,
+            out: &mut partial.sums,
             tile_mask,
             all,
         };
@@ -292,12 +267,16 @@ impl<E: TileInput> SplitTask<'_, '_, E> {
     }
 }
 
-impl<A: Real> SplitPartial<A> {
-    /// Rescales the accumulator of one packed row, counted from the first KV head's.
-    fn rescale_out(&mut self, packed: &PackedQueries, packed_row: usize, dim: usize, factor: A) {
-        let group_start = packed_row / packed.len() * packed.len() * padded_dim::<A>(dim);
-        for elements in packed.vectors::<A>(packed_row % packed.len(), dim) {
-            self.out[group_start..][elements].iter_mut().for_each(|out| *out = *out * factor);
-        }
+/// Rescales the accumulator of one packed row, counted from the first KV head's.
+fn rescale_out<A: Real>(
+    out: &mut [A],
+    packed: PackedQueries,
+    packed_row: usize,
+    dim: usize,
+    factor: A,
+) {
+    let group_start = packed_row / packed.len() * packed.len() * padded_dim::<A>(dim);
+    for elements in packed.vectors::<A>(packed_row % packed.len(), dim) {
+        out[group_start..][elements].iter_mut().for_each(|out| *out = *out * factor);
     }
 }

@@ -207,11 +207,11 @@ impl<A: Real> StripOutput<'_, A> {
     /// Computes the end of the row in lane `lane` of the block.
     fn end(&self, lane: usize) -> RowEnd<A> {
         let Self { geometry, block, group_head, sinks, .. } = self;
-        let (max, sum) = (block.max[lane], block.sum[lane]);
+        let (max, sum) = (block.partial.max[lane], block.partial.sum[lane]);
         if sinks.is_none() && self.normalize {
             return plain_end(max, sum);
         }
-        let ties = block.ties.get(lane).copied().unwrap_or_default();
+        let ties = block.partial.ties.get(lane).copied().unwrap_or_default();
         let head = geometry.heads(block.kv_head).start + group_head;
         let sinks = sink_line(*sinks, head);
         let end = SoftmaxEnd::of(max.to_f64(), sum.to_f64(), ties.to_f64(), sinks);
@@ -268,7 +268,7 @@ pub(crate) fn strip_sums<'a, A: Real>(
 ) -> &'a [A] {
     let depth = geometry.value_rows();
     let first = block.lane(group_head, strip.rows.start);
-    &block.sums[first * depth..(first + strip.width) * depth]
+    &block.partial.sums[first * depth..(first + strip.width) * depth]
 }
 
 /// Writes the rows of one strip and head, divided by the sums of their softmax.

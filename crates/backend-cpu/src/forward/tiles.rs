@@ -68,9 +68,7 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut PassState<A>) {
     state.arrivals.begin();
     state.query_tiles.begin();
     team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
-        block.max.fill(-A::INFINITY);
-        block.sum.fill(A::ZERO);
-        block.ties.fill(A::ZERO);
+        block.partial.reset();
         block.leaves.begin();
         block.kept_q.begin();
     });
@@ -418,13 +416,13 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
         }
 
         let span = coord.span(tile_mask.rows());
-        let ties = (!self.scores.spec.normalize).then(|| &mut block.ties[lanes.clone()]);
+        let ties = (!self.scores.spec.normalize).then(|| &mut block.partial.ties[lanes.clone()]);
         let rescale = &mut rescale[..coord.width];
         let probs = &mut tiles.s[span.clone()];
-        let max = &mut block.max[lanes.clone()];
-        let sum = &mut block.sum[lanes.clone()];
+        let max = &mut block.partial.max[lanes.clone()];
+        let sum = &mut block.partial.sum[lanes.clone()];
         let value_rows = self.geometry.value_rows();
-        let sums = &mut block.sums[lanes.start * value_rows..lanes.end * value_rows];
+        let sums = &mut block.partial.sums[lanes.start * value_rows..lanes.end * value_rows];
         // no visible key yet; bitwise, so that the comparisons are vectors
         let is_first = max.iter().fold(true, |first, &max| first & (max == -Acc::<E>::INFINITY));
         let scale = self.scores.deferred_scale();

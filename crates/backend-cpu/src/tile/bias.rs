@@ -38,6 +38,11 @@ pub(crate) const fn bias_column(len: usize, row: u64) -> usize {
     if len == 1 { 0 } else { annulus_core::index(row) }
 }
 
+/// True if the rows are consecutive.
+pub(crate) fn is_consecutive(rows: &[u64]) -> bool {
+    rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want))
+}
+
 /// Writes the biases of the tile's queries and of its keys `first_key ..`, whose global rows are
 /// `key_rows`. Returns true if one of them is −∞.
 pub(crate) fn load_bias<A: Real>(
@@ -51,8 +56,7 @@ pub(crate) fn load_bias<A: Real>(
     let line = |query: usize| bias_row(bias, coord.batch, coord.head, coord.queries.start + query);
     let Some(&first_row) = key_rows.first() else { return false };
     let one_for_all = bias.dim().3 == 1;
-    let is_consecutive = || key_rows.iter().zip(first_row..).all(|(&row, want)| row == want);
-    if one_for_all || bias.strides()[3] == 1 && is_consecutive() {
+    if one_for_all || bias.strides()[3] == 1 && is_consecutive(key_rows) {
         let (first, len) =
             if one_for_all { (0, 1) } else { (annulus_core::index(first_row), key_rows.len()) };
         let slice = |query: usize| {

@@ -14,7 +14,7 @@ use crate::{
         dispatch::{ArrayKernel, IsaToken, Real, SimdKernel},
         vector::{self, Vector, unrolled},
     },
-    tile::tile_mask::TILE,
+    tile::{bias::is_consecutive, tile_mask::TILE},
 };
 
 /// Draws per vector.
@@ -32,8 +32,7 @@ pub(crate) fn keep_bits(
 ) {
     words.fill(0);
     let (Some(&first), count) = (keys.first(), keys.len()) else { return };
-    let is_consecutive = keys.iter().zip(first..).all(|(&key, want)| key == want);
-    if !is_consecutive {
+    if !is_consecutive(keys) {
         for (word, &i) in words.iter_mut().zip(queries) {
             for (bit, &j) in keys.iter().enumerate() {
                 *word |= u64::from(mask.keep(batch, head, q_heads, i, j)) << bit;

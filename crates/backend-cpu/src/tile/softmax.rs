@@ -23,12 +23,14 @@
 //! # Source
 //! Milakov and Gimelshein 2018, section 3.1.
 
+use annulus_core::Result;
+
 use crate::{
     simd::{
         dispatch::{Real, SimdKernel},
         vector::{self, MAX_LANES, Vector, unrolled},
     },
-    tile::tile_mask::RowRanges,
+    tile::{aligned::Aligned, tile_mask::RowRanges},
 };
 
 /// Updates the softmax statistics of each lane with the scores of some rows of a tile, and replaces
@@ -229,19 +231,48 @@ impl<A: Real> SimdKernel<A> for MultiplyTile<'_, A> {
     }
 }
 
-/// Lanes of one partial result: softmax statistics, and the accumulator as a strip.
-pub(crate) struct StripPartial<S> {
-    pub(crate) max: S,
-    pub(crate) sum: S,
-    /// Empty if the output is normalised.
-    pub(crate) ties: S,
-    pub(crate) acc: S,
+/// Partial result of some rows: softmax statistics, and an accumulator. `L` is a list or, of the
+/// lanes of one strip, a slice.
+#[derive(Debug)]
+pub(crate) struct Partial<L> {
+    pub(crate) sums: L,
+    /// Running maximum m.
+    pub(crate) max: L,
+    /// Running sum ℓ. Backward in the reproducible order: dbias summed over keys.
+    pub(crate) sum: L,
+    /// Number of scores equal to the running maximum. Empty if the output is normalised.
+    pub(crate) ties: L,
+}
+
+impl<A: Real> Partial<Aligned<A>> {
+    /// Allocates lists of these lengths: sums, then max and sum, then ties.
+    pub(crate) fn new([sums, rows, ties]: [usize; 3]) -> Result<Self> {
+        Ok(Self {
+            sums: Aligned::zeroed(sums)?,
+            max: Aligned::zeroed(rows)?,
+            sum: Aligned::zeroed(rows)?,
+            ties: Aligned::zeroed(ties)?,
+        })
+    }
+
+    /// Resets the statistics of all rows, but not the sums.
+    pub(crate) fn reset(&mut self) {
+        self.max.fill(-A::INFINITY);
+        self.sum.fill(A::ZERO);
+        self.ties.fill(A::ZERO);
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let Self { sums, max, sum, ties } = self;
+        [sums, max, sum, ties].map(Aligned::bytes).iter().sum()
+    }
 }
 
 /// Merges `other` into `into`.
 pub(crate) struct MergeSoftmax<'a, A> {
-    pub(crate) into: StripPartial<&'a mut [A]>,
-    pub(crate) other: StripPartial<&'a [A]>,
+    pub(crate) into: Partial<&'a mut [A]>,
+    pub(crate) other: Partial<&'a [A]>,
     /// True if `other` is the left operand.
     pub(crate) other_is_left: bool,
 }
@@ -291,8 +322,8 @@ impl<A: Real> SimdKernel<A> for MergeSoftmax<'_, A> {
                 left.plus(right).store(&mut ties[v]);
             });
         }
-        let other_rows = V::strip::<VECTORS>(other.acc);
-        let rows = vector::each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(into.acc));
+        let other_rows = V::strip::<VECTORS>(other.sums);
+        let rows = vector::each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(into.sums));
         for (acc, other) in rows.zip(other_rows) {
             unrolled!(v < VECTORS, {
                 let (left, right) = ordered(V::load(&acc[v]), V::load(&other[v]));
@@ -316,10 +347,10 @@ mod tests {
     struct Lanes([Vec<f32>; 4]);
 
     fn merged(isa: Isa, mut into: Lanes, other: &Lanes, other_is_left: bool) -> Lanes {
-        let [max, sum, ties, acc] = &mut into.0;
-        let into_partial = StripPartial { max: &mut max[..], sum, ties, acc };
-        let [max, sum, ties, acc] = &other.0;
-        let other = StripPartial { max: &max[..], sum, ties, acc };
+        let [max, sum, ties, sums] = &mut into.0;
+        let into_partial = Partial { max: &mut max[..], sum, ties, sums };
+        let [max, sum, ties, sums] = &other.0;
+        let other = Partial { max: &max[..], sum, ties, sums };
         let kernel = MergeSoftmax { into: into_partial, other, other_is_left };
         f32::run_kernel(IsaToken::new(isa).unwrap(), 1, kernel);
         into

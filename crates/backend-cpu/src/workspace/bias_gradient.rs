@@ -23,7 +23,7 @@ use crate::{
     threads::ordered_reduction::{get_mut, lock},
     tile::{
         aligned::list_bytes,
-        bias::bias_column,
+        bias::{bias_column, is_consecutive},
         geometry::{QueryKeyPairs, TileCoord},
         tile_mask::TILE,
     },
@@ -298,11 +298,6 @@ impl<A: Real> BiasGradient<A> {
             }
         }
     }
-}
-
-/// True if the rows are consecutive.
-fn is_consecutive(rows: &[u64]) -> bool {
-    rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want))
 }
 
 /// Sums a row with sixteen partial sums, which the compiler vectorises.

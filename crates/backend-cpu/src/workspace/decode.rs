@@ -14,6 +14,7 @@ use crate::{
         aligned::{Aligned, list_bytes},
         geometry::Geometry,
         pack::padded_dim,
+        softmax::Partial,
         tile_mask::TILE,
     },
 };
@@ -92,20 +93,12 @@ const MAX_SPLITS: usize = 64;
 /// Minimum keys of a split, except the last, so that merging costs little beside reading.
 const MIN_SPLIT_KEYS: usize = 512;
 
-/// Partial result of one split.
-#[derive(Debug)]
-pub(crate) struct SplitPartial<A> {
-    /// `[packed rows]`: query heads, and the queries of each.
-    pub(crate) max: Aligned<A>,
-    pub(crate) sum: Aligned<A>,
-    /// `[KV heads]` of packed queries of vectors of length value_dim.
-    pub(crate) out: Aligned<A>,
-}
-
 /// Partial results of all splits of one workspace.
 #[derive(Debug)]
 pub(crate) struct Decode<A> {
-    pub(crate) partials: Vec<SplitPartial<A>>,
+    /// Statistics as `[query heads][queries]`. Sums: `[KV heads]` of packed queries of vectors of
+    /// length value_dim.
+    pub(crate) partials: Vec<Partial<Aligned<A>>>,
 }
 
 /// Scratch of one thread for decode.
@@ -169,10 +162,7 @@ pub(crate) fn split_keys(keys: usize) -> usize {
 impl<A: Real> Decode<A> {
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let of_split = |SplitPartial { max, sum, out }: &SplitPartial<A>| {
-            [max, sum, out].map(Aligned::bytes).iter().sum::<usize>()
-        };
-        list_bytes(&self.partials) + self.partials.iter().map(of_split).sum::<usize>()
+        list_bytes(&self.partials) + self.partials.iter().map(Partial::bytes).sum::<usize>()
     }
 
     /// Allocates partial results for `queries` queries and blocks of up to `keys` keys.
@@ -180,11 +170,9 @@ impl<A: Real> Decode<A> {
         let dims = geometry.dims;
         let splits = keys.div_ceil(split_keys(keys));
         let packed = dims.q_heads * queries;
-        let partial = || {
-            let out = Aligned::zeroed(packed * padded_dim::<A>(dims.value_dim))?;
-            Ok(SplitPartial { max: Aligned::zeroed(packed)?, sum: Aligned::zeroed(packed)?, out })
-        };
-        Ok(Self { partials: (0..splits * dims.batch).map(|_| partial()).collect::<Result<_>>()? })
+        let lists = [packed * padded_dim::<A>(dims.value_dim), packed, 0];
+        let partials = (0..splits * dims.batch).map(|_| Partial::new(lists));
+        Ok(Self { partials: partials.collect::<Result<_>>()? })
     }
 }
 

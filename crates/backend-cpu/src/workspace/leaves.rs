@@ -20,6 +20,7 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::Geometry,
+        softmax::Partial,
         tile_mask::TILE,
     },
 };
@@ -27,10 +28,7 @@ use crate::{
 /// Partial result of one query block.
 #[derive(Debug)]
 pub(crate) struct LeafSlot<A> {
-    pub(crate) sums: Aligned<A>,
-    pub(crate) max: Aligned<A>,
-    pub(crate) sum: Aligned<A>,
-    pub(crate) ties: Aligned<A>,
+    pub(crate) partial: Partial<Aligned<A>>,
     /// False if no key was visible to the block; the lists are then unspecified.
     pub(crate) filled: bool,
 }
@@ -44,12 +42,11 @@ pub(crate) struct BlockLeaves<A> {
 }
 
 impl<A: Real> BlockLeaves<A> {
-    /// Allocates `slots` slots, each of the lists that `lists` returns: sums, max, sum and ties.
-    pub(crate) fn new(slots: usize, lists: impl Fn() -> Result<[Aligned<A>; 4]>) -> Result<Self> {
+    /// Allocates `slots` slots of lists of these lengths; see [`Partial::new`].
+    pub(crate) fn new(slots: usize, lists: [usize; 3]) -> Result<Self> {
         let mut all = memory::list("the partial results of leaves", slots)?;
         for _ in 0..slots {
-            let [sums, max, sum, ties] = lists()?;
-            all.push(LeafSlot { sums, max, sum, ties, filled: false });
+            all.push(LeafSlot { partial: Partial::new(lists)?, filled: false });
         }
         Ok(Self { slots: all, filled: false })
     }
@@ -61,13 +58,8 @@ impl<A: Real> BlockLeaves<A> {
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let of_slot = |slot: &LeafSlot<A>| {
-            [&slot.sums, &slot.max, &slot.sum, &slot.ties]
-                .map(|list| list.bytes())
-                .iter()
-                .sum::<usize>()
-        };
-        list_bytes(&self.slots) + self.slots.iter().map(of_slot).sum::<usize>()
+        let of_slots = self.slots.iter().map(|slot| slot.partial.bytes());
+        list_bytes(&self.slots) + of_slots.sum::<usize>()
     }
 }
 
@@ -285,8 +277,8 @@ impl<A: Real> TaskLeaves<A> {
     }
 }
 
-/// Partial results of all tasks.
-#[derive(Debug)]
+/// Partial results of all tasks; none for an order that is not reproducible.
+#[derive(Debug, Default)]
 pub(crate) struct KeyLeaves<A> {
     /// One per task: keys of the first (batch row, KV head) plane in ascending order, then those of
     /// the next plane.
@@ -298,11 +290,6 @@ pub(crate) struct KeyLeaves<A> {
 }
 
 impl<A: Real> KeyLeaves<A> {
-    /// Returns none, for an order that is not reproducible.
-    pub(crate) const fn none() -> Self {
-        Self { tasks: Vec::new(), next: 0, steps: Vec::new() }
-    }
-
     /// Allocates the slots of `leaves` for tasks of `k_rows` of `keys` keys.
     pub(crate) fn new(
         spec: &Spec,

@@ -9,7 +9,7 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::{Geometry, TileCoord},
-        softmax::{MergeSoftmax, StripPartial},
+        softmax::{MergeSoftmax, Partial},
     },
     workspace::leaves::{BlockLeaves, unify},
 };
@@ -27,16 +27,10 @@ pub(crate) struct QueryBlock<A> {
     /// Index of the owner of the dbias elements that this block adds to; see
     /// [`crate::workspace::bias_gradient::owner`].
     pub(crate) owner: usize,
-    /// Forward: unnormalised Oᵀ as `[heads of the group][strips][dims][lanes]`. Backward: unscaled
-    /// dq in a [`crate::workspace::state::DqLayout`].
-    pub(crate) sums: Aligned<A>,
-    /// Running maximum m, `[heads of the group][lanes]`.
-    pub(crate) max: Aligned<A>,
-    /// Running sum ℓ, shaped as `max`. Backward in the reproducible order: dbias summed over keys.
-    pub(crate) sum: Aligned<A>,
-    /// Number of scores equal to the running maximum, shaped as `max`. Empty if the output is
-    /// normalised.
-    pub(crate) ties: Aligned<A>,
+    /// Statistics as `[heads of the group][lanes]`. Sums forward: unnormalised Oᵀ as `[heads of the
+    /// group][strips][dims][lanes]`. Backward: unscaled dq in a
+    /// [`crate::workspace::state::DqLayout`].
+    pub(crate) partial: Partial<Aligned<A>>,
     /// Partial results of leaves, in the reproducible order.
     pub(crate) leaves: BlockLeaves<A>,
     pub(crate) kept_q: KeptQueries<A>,
@@ -96,8 +90,7 @@ impl<A: Real> KeptQueries<A> {
 }
 
 impl<A> QueryBlock<A> {
-    /// Returns the lane of row `first_row` of the group's head number `head`, in `max`, `sum` and
-    /// `ties`.
+    /// Returns the lane of row `first_row` of the group's head number `head`, in statistics.
     pub(crate) const fn lane(&self, head: usize, first_row: usize) -> usize {
         head * self.lanes + first_row
     }
@@ -106,26 +99,22 @@ impl<A> QueryBlock<A> {
 impl<A: Real> QueryBlock<A> {
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let Self { sums, max, sum, ties, leaves, kept_q, .. } = self;
-        let lists = [sums, max, sum, ties].map(Aligned::bytes);
-        lists.iter().sum::<usize>() + leaves.bytes() + kept_q.bytes()
+        self.partial.bytes() + self.leaves.bytes() + self.kept_q.bytes()
     }
 
     /// Resets the statistics before the first visible tile of a leaf. Sums are zeroed with the
     /// first tile of each strip.
     pub(crate) fn fill_leaf(&mut self) {
         if !std::mem::replace(&mut self.leaves.filled, true) {
-            self.max.fill(-A::INFINITY);
-            self.sum.fill(A::ZERO);
-            self.ties.fill(A::ZERO);
+            self.partial.reset();
         }
     }
 
     /// Zeroes dq, and dbias summed over keys, before the first visible tile of a leaf.
     pub(crate) fn fill_dq_leaf(&mut self) {
         if !std::mem::replace(&mut self.leaves.filled, true) {
-            self.sums.fill(A::ZERO);
-            self.sum.fill(A::ZERO);
+            self.partial.sums.fill(A::ZERO);
+            self.partial.sum.fill(A::ZERO);
         }
     }
 
@@ -139,7 +128,7 @@ impl<A: Real> QueryBlock<A> {
         rows: &[A],
     ) {
         let first = self.lane(coord.head % group, first_row);
-        let sums = &mut self.sum[first..first + coord.width];
+        let sums = &mut self.partial.sum[first..first + coord.width];
         for row in rows.chunks_exact(coord.width) {
             sums.iter_mut().zip(row).for_each(|(sum, &ds)| *sum += ds);
         }
@@ -183,8 +172,8 @@ impl<A: Real> QueryBlock<A> {
     /// Closes a leaf of the dq pass, whose merge is a sum.
     pub(crate) fn close_dq_leaf(&mut self, merges: &LeafMerges, step: usize) {
         self.close_leaf(merges, step, |block, at| {
-            let stored = &block.leaves.slots[at.slot];
-            for (sums, stored) in [(&mut block.sums, &stored.sums), (&mut block.sum, &stored.sum)] {
+            let (into, stored) = (&mut block.partial, &block.leaves.slots[at.slot].partial);
+            for (sums, stored) in [(&mut into.sums, &stored.sums), (&mut into.sum, &stored.sum)] {
                 sums.iter_mut().zip(&stored[..]).for_each(|(sum, &stored)| *sum += stored);
             }
         });
@@ -193,23 +182,20 @@ impl<A: Real> QueryBlock<A> {
     /// Makes the root the current partial result of every row, also of those without a visible key.
     pub(crate) fn finish_forward_leaves(&mut self) {
         self.fill_leaf();
-        unify(&mut self.sums);
+        unify(&mut self.partial.sums);
     }
 
     /// As [`QueryBlock::finish_forward_leaves`], of dq.
     pub(crate) fn finish_dq_leaves(&mut self) {
         self.fill_dq_leaf();
-        unify(&mut self.sums);
-        unify(&mut self.sum);
+        unify(&mut self.partial.sums);
+        unify(&mut self.partial.sum);
     }
 
     fn exchange(&mut self, slot: usize) {
-        let Self { sums, max, sum, ties, leaves, .. } = self;
+        let Self { partial, leaves, .. } = self;
         let slot = &mut leaves.slots[slot];
-        std::mem::swap(sums, &mut slot.sums);
-        std::mem::swap(max, &mut slot.max);
-        std::mem::swap(sum, &mut slot.sum);
-        std::mem::swap(ties, &mut slot.ties);
+        std::mem::swap(partial, &mut slot.partial);
         std::mem::swap(&mut leaves.filled, &mut slot.filled);
     }
 
@@ -221,19 +207,19 @@ impl<A: Real> QueryBlock<A> {
                 let first = self.lane(head, strip.rows.start);
                 let lanes = first..first + strip.width;
                 let rows = lanes.start * value_rows..lanes.end * value_rows;
-                let ties = if self.ties.is_empty() { 0..0 } else { lanes.clone() };
-                let slot = &self.leaves.slots[slot];
-                let other = StripPartial {
-                    max: &slot.max[lanes.clone()],
-                    sum: &slot.sum[lanes.clone()],
-                    ties: &slot.ties[ties.clone()],
-                    acc: &slot.sums[rows.clone()],
+                let (into, other) = (&mut self.partial, &self.leaves.slots[slot].partial);
+                let ties = if into.ties.is_empty() { 0..0 } else { lanes.clone() };
+                let other = Partial {
+                    sums: &other.sums[rows.clone()],
+                    max: &other.max[lanes.clone()],
+                    sum: &other.sum[lanes.clone()],
+                    ties: &other.ties[ties.clone()],
                 };
-                let into = StripPartial {
-                    max: &mut self.max[lanes.clone()],
-                    sum: &mut self.sum[lanes],
-                    ties: &mut self.ties[ties],
-                    acc: &mut self.sums[rows],
+                let into = Partial {
+                    sums: &mut into.sums[rows],
+                    max: &mut into.max[lanes.clone()],
+                    sum: &mut into.sum[lanes],
+                    ties: &mut into.ties[ties],
                 };
                 let kernel = MergeSoftmax { into, other, other_is_left: slot_is_left };
                 A::run_kernel(geometry.token, strip.vectors, kernel);
@@ -277,7 +263,7 @@ impl<'a, A> QueryTask<'a, A> {
     /// long.
     pub(crate) fn swap_sums(&mut self, sums: &mut Aligned<A>) {
         if let [block] = &mut *self.blocks {
-            std::mem::swap(&mut block.sums, sums);
+            std::mem::swap(&mut block.partial.sums, sums);
         }
     }
 

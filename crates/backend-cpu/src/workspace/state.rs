@@ -33,6 +33,7 @@ use crate::{
         aligned::{Aligned, list_bytes},
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
         pack::padded,
+        softmax::Partial,
         tile_mask::TILE,
     },
     workspace::{
@@ -262,26 +263,15 @@ impl<A: Real> PassState<A> {
                     let owner = owner(spec, backward, batch, kv_head, first / q_rows, blocks.len());
                     let lanes = geometry.lanes(rows.len());
                     let all = lanes * dims.group();
-                    let ties = Aligned::zeroed(if spec.normalize { 0 } else { all })?;
-                    let sums = Aligned::zeroed(all * acc_rows)?;
-                    let max = Aligned::zeroed(all)?;
-                    let sum = Aligned::zeroed(all)?;
-                    let leaves = BlockLeaves::new(slots, || {
-                        let ties = Aligned::zeroed(ties.len())?;
-                        let sums = Aligned::zeroed(sums.len())?;
-                        Ok([sums, Aligned::zeroed(all)?, Aligned::zeroed(all)?, ties])
-                    })?;
+                    let lists = [all * acc_rows, all, if spec.normalize { 0 } else { all }];
                     blocks.push(QueryBlock {
                         batch,
                         kv_head,
                         rows,
                         lanes,
                         owner,
-                        sums,
-                        max,
-                        sum,
-                        ties,
-                        leaves,
+                        partial: Partial::new(lists)?,
+                        leaves: BlockLeaves::new(slots, lists)?,
                         kept_q: KeptQueries::default(),
                     });
                 }
@@ -312,7 +302,7 @@ impl<A: Real> PassState<A> {
             })
             .collect::<Result<_>>()?;
         if may_be_narrow(shard) {
-            let most = blocks.iter().map(|block| block.sums.len()).max().unwrap_or(0);
+            let most = blocks.iter().map(|block| block.partial.sums.len()).max().unwrap_or(0);
             for scratch in &mut scratch {
                 scratch.near_sums = Aligned::zeroed(most)?;
             }
@@ -330,7 +320,7 @@ impl<A: Real> PassState<A> {
                 let bias_lanes = scratch.first().map_or(0, |scratch| scratch.sums_bias.len());
                 KeyLeaves::new(spec, &geometry, leaves, shard.keys.len(), k_rows, bias_lanes)?
             }
-            _ => KeyLeaves::none(),
+            _ => KeyLeaves::default(),
         };
         let mut state = Self {
             shard,
@@ -414,7 +404,9 @@ impl<A: Real> PassState<A> {
         if self.shard.queries.len() > KeptQueries::<A>::MAX_ROWS {
             return Ok(());
         }
-        self.blocks.iter_mut().try_for_each(|block| block.kept_q.allocate(block.max.len(), rows))
+        self.blocks
+            .iter_mut()
+            .try_for_each(|block| block.kept_q.allocate(block.partial.max.len(), rows))
     }
 
     fn index_blocks(&mut self) {

@@ -8,7 +8,7 @@ use super::*;
 use crate::{
     DenseMask, Rows,
     mask::{Causal, Everything, Mask, Predicate, SharedMask, Window, and},
-    visibility::tests::{BATCH, HEADS, problems},
+    visibility::tests::{BATCH, HEADS, problems, rows_at, visibility},
 };
 
 /// Expands a list to one (tile of the other side, bitmask) per tile. Checks that the list is in
@@ -165,22 +165,16 @@ proptest! {
     }
 }
 
-/// Returns tiles of four rows; tile i has the positions from 4·`firsts[i]` on.
-fn blocks(firsts: &[i64]) -> Rows {
-    let mut rows = Rows::default();
-    rows.refill(|rows, positions, _| {
-        rows.extend(0..4 * firsts.len() as u64);
-        positions.extend(firsts.iter().flat_map(|&first| 4 * first..4 * first + 4));
-    })
-    .unwrap();
-    rows
+/// Returns tiles of `size` rows with ascending positions, each from one of `firsts` on.
+fn blocks(size: i64, firsts: &[i64]) -> Rows {
+    rows_at(firsts.iter().flat_map(|&first| first..first + size), [])
 }
 
 proptest! {
     #[test]
     fn lists_match_any_pattern_of_full_partial_and_empty_tiles(
-        queries in Just((0..14).collect::<Vec<i64>>()).prop_shuffle(),
-        keys in Just((0..17).collect::<Vec<i64>>()).prop_shuffle(),
+        queries in Just((0..14).map(|tile| 4 * tile).collect::<Vec<i64>>()).prop_shuffle(),
+        keys in Just((0..17).map(|tile| 4 * tile).collect::<Vec<i64>>()).prop_shuffle(),
         seed in any::<u64>(),
         width in 1u64..6,
         kind in 0..3,
@@ -199,10 +193,8 @@ proptest! {
             1 => Arc::new(Causal { offset: 3 }),
             _ => Arc::new(Window::new(Some(4 * width + 3), Some(4 * width))),
         };
-        let queries = blocks(&queries);
-        let keys = blocks(&keys);
-        let visibility =
-            Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys };
+        let (queries, keys) = (blocks(4, &queries), blocks(4, &keys));
+        let visibility = visibility(&*mask, &queries, &keys);
         checked(&visibility, &plane(&visibility, [4, 4 * wide]))?;
     }
 }
@@ -222,7 +214,7 @@ fn plane(visibility: &Visibility<'_>, tile: [usize; 2]) -> Tiling {
 /// Returns the numbers of runs by queries, runs by keys and bitmasks of `rows` × `rows` in tiles
 /// of 64.
 fn counts(mask: &dyn Mask, rows: &Rows) -> [usize; 3] {
-    let visibility = Visibility { mask, attention_mask: None, queries: rows, keys: rows };
+    let visibility = visibility(mask, rows, rows);
     let mut block_sparse = BlockSparseMask::default();
     let mut by_keys = CsrTiles::default();
     block_sparse.refill(&visibility, &plane(&visibility, [64, 64])).unwrap();
@@ -252,13 +244,7 @@ fn lists_of_packed_documents_have_linear_length() {
     let lengths = [30, 70_001, 500, 3, 4097].into_iter().cycle();
     let ids =
         (0i64..).zip(lengths).flat_map(|(id, count)| std::iter::repeat_n(id, count)).take(len);
-    let mut rows = Rows::default();
-    rows.refill(|rows, positions, segments| {
-        segments.extend(ids);
-        rows.extend(0..len as u64);
-        positions.extend(0..len as i64);
-    })
-    .unwrap();
+    let rows = rows_at(0..len as i64, ids);
     let tiles = len / 64;
     for mask in [&Everything as &dyn Mask, &Causal::default()] {
         let [by_queries, by_keys, bitmasks] = counts(mask, &rows);
@@ -272,23 +258,9 @@ fn lists_of_packed_documents_have_linear_length() {
 
 #[test]
 fn an_empty_tile_ends_a_run() {
-    let at = |firsts: &[i64]| {
-        let mut rows = Rows::default();
-        rows.refill(|rows, positions, _| {
-            rows.extend(0..64 * firsts.len() as u64);
-            positions.extend(firsts.iter().flat_map(|&first| first..first + 64));
-        })
-        .unwrap();
-        rows
-    };
-    let queries = at(&[500, 0, 600]);
-    let keys = at(&[0, 64, 1000, 128]);
-    let visibility = Visibility {
-        mask: &Causal::default(),
-        attention_mask: None,
-        queries: &queries,
-        keys: &keys,
-    };
+    let (queries, keys) = (blocks(64, &[500, 0, 600]), blocks(64, &[0, 64, 1000, 128]));
+    let causal = Causal::default();
+    let visibility = visibility(&causal, &queries, &keys);
     let mut block_sparse = BlockSparseMask::default();
     let mut by_keys = CsrTiles::default();
     block_sparse.refill(&visibility, &plane(&visibility, [64, 64])).unwrap();
@@ -310,8 +282,8 @@ fn an_empty_tile_ends_a_run() {
 #[test]
 fn the_tree_returns_few_ranges_for_many_tiles() {
     let rows = Rows::counting(1 << 20, 0).unwrap();
-    let visibility =
-        Visibility { mask: &Causal::default(), attention_mask: None, queries: &rows, keys: &rows };
+    let causal = Causal::default();
+    let visibility = visibility(&causal, &rows, &rows);
     let mut tree = TileTree::default();
     let mut tile = QueryTile::default();
     tree.refill(&visibility, 0, 0..rows.len(), 64);

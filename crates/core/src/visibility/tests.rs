@@ -66,6 +66,30 @@ pub(crate) fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = R
     )
 }
 
+/// Returns rows that count up from 0, at these positions, with these segment ids.
+pub(crate) fn rows_at(
+    positions: impl IntoIterator<Item = i64>,
+    segments: impl IntoIterator<Item = i64>,
+) -> Rows {
+    let mut rows = Rows::default();
+    rows.refill(|numbers, into_positions, ids| {
+        into_positions.extend(positions);
+        numbers.extend(0..into_positions.len() as u64);
+        ids.extend(segments);
+    })
+    .unwrap();
+    rows
+}
+
+/// Visibility without a dense mask.
+pub(crate) fn visibility<'a>(
+    mask: &'a dyn Mask,
+    queries: &'a Rows,
+    keys: &'a Rows,
+) -> Visibility<'a> {
+    Visibility { mask, attention_mask: None, queries, keys }
+}
+
 pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
     let shape = (1..=BATCH, 1..=HEADS).prop_map(move |(b, h)| [b, h, q, kv]);
     prop::option::of((shape, any::<u64>(), 0..4u64).prop_map(|(shape, seed, kind)| {
@@ -253,9 +277,7 @@ proptest! {
         let all = kv.rows.len();
         let some: RowSet = [0..all.min(10), trim.min(all)..all].into_iter().collect();
         kv.expand(&some, &mut keys).unwrap();
-        let visibility =
-            Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys };
-        checked(&visibility, 16, 24)?;
+        checked(&visibility(&*mask, &queries, &keys), 16, 24)?;
     }
 }
 
@@ -263,9 +285,7 @@ proptest! {
 fn common_masks_have_the_expected_classes() {
     let rows = Rows::counting(1024, 0).unwrap();
     let count = |mask: SharedMask| {
-        let visibility =
-            Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
-        checked(&visibility, 64, 64)
+        checked(&visibility(&*mask, &rows, &rows), 64, 64)
             .unwrap_or_else(|error| panic!("{error}"))
             .map(|count| count / (BATCH * HEADS))
     };
@@ -285,7 +305,7 @@ fn key_tiles_outside_a_window_are_skipped() {
         Arc::new(Causal::default()),
         Arc::new(Window { first_visible: 3, ..Window::new(Some(1000), None) }),
     );
-    let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
+    let visibility = visibility(&*mask, &rows, &rows);
     let mut tile = QueryTile::default();
     visibility.query_tile(0, 0, 40_000..40_064, &mut tile);
     let tiles: Vec<_> = visibility.key_tiles(&tile, 64).collect();
@@ -307,23 +327,13 @@ fn key_tiles_outside_a_window_are_skipped() {
 
 #[test]
 fn a_query_tile_of_a_rank_without_keys_has_segment_ids() {
-    let with = |segments: &[i64]| {
-        let mut rows = Rows::default();
-        rows.refill(|rows, positions, ids| {
-            rows.extend(0..segments.len() as u64);
-            positions.extend(0..segments.len() as i64);
-            ids.extend(segments);
-        })
-        .unwrap();
-        rows
-    };
+    let with = |ids: &[i64]| rows_at(0..ids.len() as i64, ids.iter().copied());
     let queries = with(&[0, 1, -1]);
     let none = with(&[]);
     let keys = with(&[1, 1]);
     let mut tile = QueryTile::default();
     let mut bits = TileBits::default();
-    let visibility =
-        |keys| Visibility { mask: &Everything, attention_mask: None, queries: &queries, keys };
+    let visibility = |keys| visibility(&Everything, &queries, keys);
     visibility(&none).query_tile(0, 0, 0..3, &mut tile);
     assert_eq!(visibility(&none).key_tiles(&tile, 64).count(), 0);
     assert_eq!(visibility(&keys).classify(&tile, 0..2, &mut bits), TileClass::Partial);
@@ -338,7 +348,7 @@ fn a_predicate_is_evaluated_only_within_the_bounds_of_the_other_masks() {
     });
     let mask = and(Arc::new(partial), Arc::new(Causal::default()));
     let rows = Rows::counting(200, 0).unwrap();
-    let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
+    let visibility = visibility(&*mask, &rows, &rows);
     let mut tile = QueryTile::default();
     let mut bits = TileBits::default();
     let mut classes = Vec::new();
