@@ -83,6 +83,9 @@ fn numbers_without_meaning() {
         ("dropout_prob", attention().dropout(1.0, 0)),
         ("dropout_prob", attention().dropout(f64::NAN, 0)),
         ("chunk_size", attention().chunk_size(0)),
+        // without a window
+        ("attention_sink_size", attention().attention_sink_size(2)),
+        ("local_gradients", attention().local_gradients(true)),
         ("bias", attention().bias([2, 4, 6, 7])),
         ("bias", attention().bias([2, 3, 6, 6])),
         ("bias", attention().bias([0, 4, 6, 6])),
