@@ -586,7 +586,7 @@ impl<S: Space> Plan<S> {
             Strategy::OncePerNode { node_ranks } => Strategy::OncePerNode {
                 node_ranks: self.route().node_ranks().unwrap_or(node_ranks),
             },
-            Strategy::AllGather => Strategy::AllGather,
+            given if given.route().is_some() => given,
             _ => self.strategy().published_on(self.ranks()),
         }
     }

@@ -21,9 +21,7 @@ pub mod wgpu;
 
 pub use annulus_mock_device as device;
 pub use annulus_test_cases::{
-    Answer, Case, Draw, Judge, Masks, Truth, epsilon,
-    facade::{answer, narrow},
-    golden, plain,
+    Answer, Case, Draw, Judge, Masks, Truth, epsilon, facade::compute, golden, plain,
 };
 pub use memory::{HostMemory, HostTensor, TensorMemory};
 pub use ring_subject::{RankSetup, RingSubject};

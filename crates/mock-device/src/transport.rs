@@ -14,10 +14,10 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use annulus_comm::{Threads, threads};
+use annulus_comm::{Threads, forward_control, threads};
 use annulus_core::{
     Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
     StagedSpace, Tick, Transport,
@@ -44,7 +44,7 @@ type PostedSends = Arc<Mutex<HashMap<Address, PostedSend>>>;
 /// One rank's endpoint, created by [`device_ring`].
 pub struct DeviceTransport {
     device: Device,
-    control: Threads,
+    inner: Threads,
     posted: PostedSends,
     receives: Vec<PostedReceive>,
     sends: Vec<Arc<AtomicBool>>,
@@ -60,9 +60,9 @@ struct PostedReceive {
 /// Creates a ring with one endpoint for each device.
 pub fn device_ring(devices: &[Device]) -> Vec<DeviceTransport> {
     let posted = PostedSends::default();
-    let endpoint = |(control, device): (Threads, &Device)| DeviceTransport {
+    let endpoint = |(inner, device): (Threads, &Device)| DeviceTransport {
         device: device.clone(),
-        control,
+        inner,
         posted: Arc::clone(&posted),
         receives: Vec::new(),
         sends: Vec::new(),
@@ -153,12 +153,12 @@ impl Transport<MockSpace> for DeviceTransport {
     fn progress(&mut self, timeout: Duration) -> Result<()> {
         // what is sent may wait for it
         if self.device.runs_kernel() {
-            self.control.heartbeat(true);
+            self.inner.heartbeat(true);
         }
         // a posted send wakes no receiver, so the wait for control messages must be short
         let timeout =
             if self.pump()? { Duration::ZERO } else { timeout.min(Duration::from_micros(200)) };
-        Transport::<Host>::progress(&mut self.control, timeout)?;
+        Transport::<Host>::progress(&mut self.inner, timeout)?;
         self.pump().map(drop)
     }
 
@@ -185,11 +185,11 @@ impl Transport<MockSpace> for DeviceTransport {
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
         self.bytes_sent += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
-        self.control.post_host(sends, receives)
+        self.inner.post_host(sends, receives)
     }
 
     fn take_host(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.control.take_host(header)
+        self.inner.take_host(header)
     }
 
     fn pending(&self) -> bool {
@@ -210,44 +210,9 @@ impl Transport<MockSpace> for DeviceTransport {
 }
 
 impl Control for DeviceTransport {
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.control.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.control.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.control.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.control.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.control.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.control.heartbeat(working);
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.control.last_heard(peer)
-    }
-
-    fn watched(&self) -> Option<&[usize]> {
-        self.control.watched()
-    }
-
-    fn last_work(&self) -> Instant {
-        self.control.last_work()
+    forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }
 

@@ -93,23 +93,23 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
         let draw = &mut Draw::new(!seed);
         let case = Case::random(seed).in_dtype(draw.pick(subject.dtypes()));
         let ranks = draw.pick(&[1, 2, 3, 4, 6]);
-        let layout = match draw.below(5) {
-            0 => None,
-            1 => Some(random_layout(&case.spec.dims, ranks, draw)),
-            named => Some(LAYOUTS[named - 2].clone()),
-        };
-        // ids of one side serve for both only if every rank owns the same rows of both
-        let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
-        let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
-        let route = draw.pick(&routes(ranks));
-        examine(
-            subject,
-            &judge(&case)?,
-            &case,
-            &Setting { ranks, layout, route, ..Setting::ALONE },
-        )?;
+        let setting = random_setting(&case, ranks, draw);
+        examine(subject, &judge(&case)?, &case, &setting)?;
     }
     Ok(())
+}
+
+/// Draws a layout and a route.
+pub fn random_setting(case: &Case, ranks: usize, draw: &mut Draw) -> Setting {
+    let layout = match draw.below(5) {
+        0 => None,
+        1 => Some(random_layout(&case.spec.dims, ranks, draw)),
+        named => Some(LAYOUTS[named - 2].clone()),
+    };
+    // ids of one side serve for both only if every rank owns the same rows of both
+    let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
+    let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
+    Setting { ranks, layout, route: draw.pick(&routes(ranks)), ..Setting::ALONE }
 }
 
 /// Returns the routes of a ring of this many ranks, and `None`. Routes over nodes have the largest

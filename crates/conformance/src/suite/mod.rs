@@ -14,8 +14,8 @@ pub use bits::{
 };
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
 pub use matrix::{
-    Scale, head_strategies, matrix, published_settings, random_cases, routes, sizes, strategies,
-    strategy_settings,
+    Scale, head_strategies, matrix, published_settings, random_cases, random_setting, routes,
+    sizes, strategies, strategy_settings,
 };
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};

@@ -14,7 +14,7 @@ use annulus::{
     comm::{
         Checksum,
         ring::{Ring, RingOptions},
-        threads,
+        threads::{each_rank, ring},
     },
 };
 use annulus_conformance::device::{Fault, Injection};
@@ -40,7 +40,7 @@ fn run(injection: Injection) -> Vec<Fate> {
 
 /// As [`run`], under a strategy.
 fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
-    let rank = |(rank, endpoint)| {
+    let fates = each_rank(ring(RANKS), |rank, endpoint| {
         let injections = if rank == 1 { vec![injection] } else { Vec::new() };
         let transport = Checksum::new(Fault::new(endpoint, 5, injections));
         let attention = Setup::from((
@@ -50,7 +50,7 @@ fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
         ));
         let plan = Plan::new(&attention, DIMS, transport);
         let start = Instant::now();
-        Ok::<_, Error>(match plan {
+        Ok(match plan {
             Err(error) => Fate { error: Some(error), after: start.elapsed(), next: None },
             Ok(mut plan) => {
                 let error = passes(&mut plan).err();
@@ -59,18 +59,8 @@ fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
                 Fate { error, after, next }
             }
         })
-    };
-    thread::scope(|scope| {
-        let ranks: Vec<_> = threads::ring(RANKS)
-            .into_iter()
-            .enumerate()
-            .map(|endpoint| scope.spawn(move || rank(endpoint)))
-            .collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().expect("no rank panics").expect("a backend"))
-            .collect()
-    })
+    });
+    fates.expect("no rank panics")
 }
 
 fn passes(plan: &mut Plan) -> Result<()> {
@@ -233,15 +223,9 @@ fn on_two<T: Send>(
         .into()
         .map_division(|division| division.layout(Layout::Contiguous))
         .map_runtime(|runtime| runtime.deadline(DEADLINE));
-    let rank = |(rank, endpoint)| body(rank, Plan::new(&setup, DIMS, endpoint)?);
-    thread::scope(|scope| {
-        let ranks: Vec<_> = threads::ring(2)
-            .into_iter()
-            .enumerate()
-            .map(|endpoint| scope.spawn(|| rank(endpoint)))
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
-    })
+    let rank =
+        |rank, endpoint| Ok(Plan::new(&setup, DIMS, endpoint).and_then(|plan| body(rank, plan)));
+    each_rank(ring(2), rank).expect("no rank panics")
 }
 
 /// Runs a forward pass of this rank's rows.
@@ -329,35 +313,27 @@ fn a_refusal_that_ended_at_its_arrival_deadline_ends_one_call() {
 fn a_plan_that_ended_at_its_arrival_deadline_is_lost_to_the_late_rank() {
     let attention =
         Setup::from((Attention::new(), Division::new(), Runtime::new().arrival_deadline(DEADLINE)));
-    let ranks = threads::ring(2).into_iter().enumerate();
-    let results: Vec<_> = thread::scope(|scope| {
-        let plan = |(rank, endpoint)| {
-            if rank == 1 {
-                thread::sleep(DEADLINE * 3 / 2);
-            }
-            Plan::new(&attention, DIMS, endpoint).map(drop)
-        };
-        let ranks: Vec<_> = ranks.map(|endpoint| scope.spawn(move || plan(endpoint))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    let results = each_rank(ring(2), |rank, endpoint| {
+        if rank == 1 {
+            thread::sleep(DEADLINE * 3 / 2);
+        }
+        Ok(Plan::new(&attention, DIMS, endpoint).map(drop))
     });
+    let results = results.expect("no rank panics");
     assert!(matches!(results[0], Err(Error::ArrivalTimeout { peer: 1, .. })), "{results:?}");
     assert!(matches!(results[1], Err(Error::PeerLost { peer: 0, .. })), "{results:?}");
 }
 
 #[test]
 fn ranks_with_different_deadlines_of_the_environment_are_refused() {
-    let ranks = threads::ring(2).into_iter().zip([None, Some(Duration::ZERO)]);
-    let results: Vec<_> = thread::scope(|scope| {
-        let plan = |(endpoint, deadline_variable)| {
-            let setup = Setup::default();
-            let options = RingOptions { deadline_variable, ..setup.ring_options() };
-            let cpu = Cpu::new(1)?;
-            Ring::new(cpu, Box::new(endpoint), setup.spec(DIMS), options).map(drop)
-        };
-        let ranks: Vec<_> = ranks.map(|rank| scope.spawn(move || plan(rank))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    let ranks = ring(2).into_iter().zip([None, Some(Duration::ZERO)]);
+    let results = each_rank(ranks, |_, (endpoint, deadline_variable)| {
+        let setup = Setup::default();
+        let options = RingOptions { deadline_variable, ..setup.ring_options() };
+        let ring = Ring::new(Cpu::new(1)?, Box::new(endpoint), setup.spec(DIMS), options);
+        Ok(ring.map(drop))
     });
-    for result in results {
+    for result in results.expect("no rank panics") {
         let error: Error = result.expect_err("a mismatch");
         let want = "ANNULUS_DEADLINE differs between ranks: rank 1 has Some(0.0), rank 0 has None";
         assert_eq!(error.to_string(), want);

@@ -3,10 +3,7 @@
 //! ranks that wait for it go on. A GPU that hangs is an error of its own rank, and ends the call on
 //! all.
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use annulus::{
     Attention, Dims, Division, Error, Layout, Plan, Result, Runtime, Setup, Tensors,
@@ -54,17 +51,8 @@ fn run_staged(mode: BackwardMode, device: Device, endpoint: threads::Threads) ->
 
 /// Calls `rank` on a thread for each rank.
 fn on_each_rank(rank: impl Fn(usize, threads::Threads) -> Result<()> + Sync) -> Vec<Result<()>> {
-    thread::scope(|scope| {
-        let ranks: Vec<_> = threads::ring(RANKS)
-            .into_iter()
-            .enumerate()
-            .map(|(number, endpoint)| {
-                let rank = &rank;
-                scope.spawn(move || rank(number, endpoint))
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
-    })
+    let results = threads::each_rank(threads::ring(RANKS), |number, end| Ok(rank(number, end)));
+    results.expect("no rank panics")
 }
 
 /// The passes of rank 1 wait in `finish`, whose ticks send heartbeats.

@@ -16,7 +16,7 @@ use annulus::{
     Attention, Division, LocalRing, Plan, Result, Runtime, Setup, Tensors,
     comm::threads::{each_rank, ring},
 };
-use annulus_conformance::{Answer, Case, Draw, Judge, Masks, answer, narrow};
+use annulus_conformance::{Case, Draw, Judge, Masks, compute};
 use annulus_core::{
     Backend, BackwardMode, Batch, DType, Dims, Error, Fingerprint, Host, KeyIntervals, Mask, Spec,
     mask::{Key, Query},
@@ -77,44 +77,32 @@ fn plan_of(setup: &Setup, scripts: &[Script]) -> LocalRing {
     ring.expect("a plan")
 }
 
-/// Runs forward and backward of a case.
-fn compute(plan: &mut LocalRing, case: &Case) -> Result<Answer> {
-    let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(narrow::<f64, _>);
-    let tensors = Tensors::new(q.view(), k.view(), v.view());
-    let forward = plan.forward(&tensors)?;
-    let backward = plan.backward(&tensors, &forward, dout.view(), None)?;
-    Ok(answer(&forward, &backward))
-}
-
-/// Refuses on `rank` the update from each batch to each other one, with these acts, and compares
-/// every answer with the oracle.
-fn refuse_everywhere(setup: &Setup, backward: BackwardMode, rank: usize, acts: &[Act]) {
-    refuse_on(setup, backward, [RANKS, rank], acts);
-}
-
-/// As [`refuse_everywhere`], on a rank of `ranks`.
+/// Refuses on `rank` of `ranks` the update from each batch to each other one, with these acts, and
+/// compares every answer with the oracle.
 fn refuse_on(setup: &Setup, backward: BackwardMode, [ranks, rank]: [usize; 2], acts: &[Act]) {
-    let cases = batches().map(|batch| case(&batch, backward));
-    let judges = cases.each_ref().map(|case| Judge::new(case).expect("a valid case"));
+    let tensors = case(&Batch::default(), backward);
+    let batches = batches();
+    let judge = |batch| Judge::new(&case(batch, backward)).expect("a valid case");
+    let judges = batches.each_ref().map(judge);
     let scripts = scripts(ranks);
     let mut plan = plan_of(setup, &scripts);
-    for old in 0..cases.len() {
-        for new in (0..cases.len()).filter(|&new| new != old) {
+    for old in 0..batches.len() {
+        for new in (0..batches.len()).filter(|&new| new != old) {
             let check = |plan: &mut LocalRing, batch: usize, when: &str| {
-                let got = compute(plan, &cases[batch]).map_err(|error| error.to_string());
-                let verdict = got.and_then(|got| judges[batch].check(&got));
+                let got = compute(&tensors, plan, 1, true).map_err(|error| error.to_string());
+                let verdict = got.and_then(|got| judges[batch].check(&got[0]));
                 verdict.unwrap_or_else(|wrong| {
                     panic!("{old} -> {new}, {acts:?} on rank {rank}, {when}: {wrong}")
                 });
             };
-            plan.update(&cases[old].batch).expect("a good batch");
+            plan.update(&batches[old]).expect("a good batch");
             check(&mut plan, old, "before");
             scripts[rank].set(acts);
-            let refused = plan.update(&cases[new].batch).expect_err("a refusal");
+            let refused = plan.update(&batches[new]).expect_err("a refusal");
             assert!(matches!(refused, Error::OutOfMemory { .. }), "{refused}");
             scripts[rank].set(&[]);
             check(&mut plan, old, "after a refusal");
-            plan.update(&cases[new].batch).expect("a good batch");
+            plan.update(&batches[new]).expect("a good batch");
             check(&mut plan, new, "after an update");
         }
     }
@@ -122,70 +110,30 @@ fn refuse_on(setup: &Setup, backward: BackwardMode, [ranks, rank]: [usize; 2], a
 
 #[test]
 fn an_update_that_one_rank_refuses_leaves_the_old_batch_in_force_on_all() {
-    let attention = Setup::from(Attention::new().dtype(DType::F64).causal(true));
-    for rank in 0..RANKS {
-        refuse_everywhere(&(&attention).into(), BackwardMode::OnePass, rank, &[Act::Refuse]);
-        refuse_everywhere(
-            &(&attention).into(),
-            BackwardMode::OnePass,
-            rank,
-            &[Act::ApplyThenRefuse],
-        );
-        // the update back to the old batch fails too
-        refuse_everywhere(
-            &attention,
-            BackwardMode::OnePass,
-            rank,
-            &[Act::ApplyThenRefuse, Act::Refuse],
-        );
-    }
-}
-
-#[test]
-fn it_does_so_on_the_direct_route_and_in_a_two_pass_backward() {
-    let attention = Attention::new().dtype(DType::F64).causal(true);
-    refuse_everywhere(
-        &Setup::from((&attention, Division::new().route(Route::Direct))),
-        BackwardMode::OnePass,
-        1,
-        &[Act::ApplyThenRefuse],
-    );
-    refuse_everywhere(
-        &attention.backward_mode(BackwardMode::TwoPass).into(),
-        BackwardMode::TwoPass,
-        1,
-        &[Act::ApplyThenRefuse],
-    );
-}
-
-/// A rank of another inner ring than the one that refuses has been updated, and goes back.
-#[test]
-fn it_does_so_with_heads_divided_in_groups() {
-    for (heads, rank) in [(2, 0), (2, 3), (4, 1)] {
-        let attention = Attention::new().dtype(DType::F64).causal(true);
-        let attention =
-            Setup::from((&attention, Division::new().strategy(Strategy::HeadsRing { heads })));
-        let backward = BackwardMode::OnePass;
-        for acts in
-            [&[Act::Refuse][..], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]]
-        {
-            refuse_on(&attention, backward, [4, rank], acts);
-        }
-    }
-}
-
-/// As with heads: the rings of key columns are updated together, or none is.
-#[test]
-fn it_does_so_with_keys_divided_in_columns() {
-    for (queries, keys, rank) in [(2, 2, 0), (2, 2, 3), (1, 4, 1)] {
-        let attention = Attention::new().dtype(DType::F64).causal(true);
-        let attention = Setup::from((
-            &attention,
-            Division::new().strategy(Strategy::Grid { heads: 1, queries, keys }),
-        ));
-        for acts in [&[Act::Refuse][..], &[Act::ApplyThenRefuse, Act::Refuse]] {
-            refuse_on(&attention, BackwardMode::OnePass, [4, rank], acts);
-        }
+    // with the last, the update back to the old batch fails too
+    let all: [&[Act]; 3] =
+        [&[Act::Refuse], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]];
+    let heads = |heads| Division::new().strategy(Strategy::HeadsRing { heads });
+    let grid = |queries, keys| Division::new().strategy(Strategy::Grid { heads: 1, queries, keys });
+    let one_pass = BackwardMode::OnePass;
+    for (division, backward, of_ranks, acts) in [
+        (Division::new(), one_pass, [RANKS, 0], &all[..]),
+        (Division::new(), one_pass, [RANKS, 1], &all),
+        (Division::new(), one_pass, [RANKS, 2], &all),
+        (Division::new(), BackwardMode::TwoPass, [RANKS, 1], &all[1..2]),
+        (Division::new().route(Route::Direct), one_pass, [RANKS, 1], &all[1..2]),
+        // ranks of other inner rings than the one that refuses have been updated, and go back
+        (heads(2), one_pass, [4, 0], &all),
+        (heads(2), one_pass, [4, 3], &all),
+        (heads(4), one_pass, [4, 1], &all),
+        // so do rings of other key columns
+        (grid(2, 2), one_pass, [4, 0], &all),
+        (grid(2, 2), one_pass, [4, 3], &all),
+        (grid(1, 4), one_pass, [4, 1], &all),
+    ] {
+        let attention = Attention::new().dtype(DType::F64).causal(true).backward_mode(backward);
+        let setup = Setup::from((attention, division));
+        acts.iter().for_each(|acts| refuse_on(&setup, backward, of_ranks, acts));
     }
 }
 

@@ -2,12 +2,12 @@
 //! the values allowed. Nothing is computed, no rank panics or hangs, and a plan that refused a call
 //! still works.
 
-use std::{sync::Arc, thread, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use annulus::{
-    Attention, BackwardMode, Batch, Dims, Division, Error, Layout, LocalRing, Plan, Result,
-    Runtime, Setup, SinkShape, Tensors,
-    comm::threads,
+    Attention, BackwardMode, Batch, Dims, Division, Error, Forward, Layout, LocalRing, Plan,
+    Result, Runtime, Setup, SinkShape, Tensors,
+    comm::threads::{each_rank, ring},
     mask::{Causal, Dense, DenseMask, PerHead},
     planning::{CustomLayout, Runs},
 };
@@ -83,6 +83,9 @@ fn numbers_without_meaning() {
         ("dropout_prob", attention().dropout(1.0, 0)),
         ("dropout_prob", attention().dropout(f64::NAN, 0)),
         ("chunk_size", attention().chunk_size(0)),
+        // without a window
+        ("attention_sink_size", attention().attention_sink_size(2)),
+        ("local_gradients", attention().local_gradients(true)),
         ("bias", attention().bias([2, 4, 6, 7])),
         ("bias", attention().bias([2, 3, 6, 6])),
         ("bias", attention().bias([0, 4, 6, 6])),
@@ -246,6 +249,17 @@ fn works(plan: &mut LocalRing) {
     assert!(forward.out.iter().chain(&backward.dk).all(|x| x.is_finite()));
 }
 
+fn with<'a>(
+    tensors: &Tensors<'a, f32>,
+    bias: Option<&'a Array4<f32>>,
+    sinks: Option<&'a Array2<f32>>,
+) -> Tensors<'a, f32> {
+    let mut tensors = tensors.clone();
+    tensors.bias = bias.map(|bias| bias.view());
+    tensors.softmax_aux = sinks.map(|sinks| sinks.view());
+    tensors
+}
+
 #[test]
 fn tensors_that_do_not_fit() {
     let whole = Whole::new();
@@ -259,48 +273,33 @@ fn tensors_that_do_not_fit() {
     let sinks = Array2::<f32>::zeros((1, 2));
     for plan in plans(Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
-        refused("q of another length", "q", plan.forward(&Tensors::new(q.view(), good.k, good.v)));
-        refused("k of other heads", "k", plan.forward(&Tensors::new(good.q, k.view(), good.v)));
-        refused("v of another batch", "v", plan.forward(&Tensors::new(good.q, good.k, v.view())));
-        refused(
-            "a bias that was not planned",
-            "bias",
-            plan.forward(&good.clone().with_bias(bias.view())),
-        );
-        refused(
-            "sinks that were not planned",
-            "softmax_aux",
-            plan.forward(&good.clone().with_softmax_aux(sinks.view())),
-        );
-        let wide = Array4::<f64>::zeros((2, 6, 4, 3));
-        let wide_k = Array4::<f64>::zeros((2, 6, 2, 3));
-        let wide_v = Array4::<f64>::zeros((2, 6, 2, 5));
-        refused(
-            "f64 for an f32 plan",
-            "q",
-            plan.forward(&Tensors::new(wide.view(), wide_k.view(), wide_v.view())),
-        );
+        for (what, argument, tensors) in [
+            ("q of another length", "q", Tensors::new(q.view(), good.k, good.v)),
+            ("k of other heads", "k", Tensors::new(good.q, k.view(), good.v)),
+            ("v of another batch", "v", Tensors::new(good.q, good.k, v.view())),
+            ("a bias that was not planned", "bias", with(&good, Some(&bias), None)),
+            ("sinks that were not planned", "softmax_aux", with(&good, None, Some(&sinks))),
+        ] {
+            refused(what, argument, plan.forward(&tensors));
+        }
+        let [q, k, v] = [&whole.q, &whole.k, &whole.v].map(|tensor| tensor.mapv(f64::from));
+        let wide = Tensors::new(q.view(), k.view(), v.view());
+        refused("f64 for an f32 plan", "q", plan.forward(&wide));
         works(&mut plan);
     }
     for plan in plans(Attention::new().bias([1, 1, 6, 6]).softmax_aux(SinkShape::per_head(2)), DIMS)
     {
         let mut plan = plan.unwrap();
-        refused("no bias", "bias", plan.forward(&good.clone().with_softmax_aux(per_head.view())));
-        refused("no sinks", "softmax_aux", plan.forward(&good.clone().with_bias(bias.view())));
-        refused(
-            "a bias of another shape",
-            "bias",
-            plan.forward(
-                &good.clone().with_bias(other_bias.view()).with_softmax_aux(per_head.view()),
-            ),
-        );
-        refused(
-            "shared sinks for sinks per head",
-            "softmax_aux",
-            plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(sinks.view())),
-        );
-        plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(per_head.view()))
-            .unwrap();
+        for (argument, bias, sinks) in [
+            ("bias", None, Some(&per_head)),
+            ("softmax_aux", Some(&bias), None),
+            ("bias", Some(&other_bias), Some(&per_head)),
+            // shared sinks for sinks per head
+            ("softmax_aux", Some(&bias), Some(&sinks)),
+        ] {
+            refused(argument, argument, plan.forward(&with(&good, bias, sinks)));
+        }
+        plan.forward(&with(&good, Some(&bias), Some(&per_head))).unwrap();
     }
 }
 
@@ -311,31 +310,24 @@ fn gradients_that_do_not_fit() {
     for plan in plans(Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
         let forward = plan.forward(&good).unwrap();
-        let dout = Array4::<f32>::zeros((2, 6, 4, 3));
+        let other_dout = Array4::<f32>::zeros((2, 6, 4, 3));
         let dlse = Array3::<f32>::zeros((2, 4, 5));
-        refused("dout of another dim", "dout", plan.backward(&good, &forward, dout.view(), None));
-        refused(
-            "dlse of another length",
-            "dlse",
-            plan.backward(&good, &forward, whole.dout.view(), Some(dlse.view())),
-        );
-        let mut other = forward.clone();
-        other.out = Array4::zeros((2, 6, 2, 5));
-        refused("out of other heads", "out", plan.backward(&good, &other, whole.dout.view(), None));
-        let mut other = forward.clone();
-        other.lse = Array3::zeros((2, 4, 7));
-        refused(
-            "lse of another length",
-            "lse",
-            plan.backward(&good, &other, whole.dout.view(), None),
-        );
-        let mut other = forward.clone();
-        other.sum = None;
-        refused(
-            "a max without a sum",
-            "sum",
-            plan.backward(&good, &other, whole.dout.view(), None),
-        );
+        let [of_dout, dout] = [&other_dout, &whole.dout].map(|dout| dout.view());
+        let with = |edit: fn(&mut Forward<f32>)| {
+            let mut other = forward.clone();
+            edit(&mut other);
+            other
+        };
+        for (argument, forward, dout, dlse) in [
+            ("dout", forward.clone(), of_dout, None),
+            ("dlse", forward.clone(), dout, Some(dlse.view())),
+            ("out", with(|other| other.out = Array4::zeros((2, 6, 2, 5))), dout, None),
+            ("lse", with(|other| other.lse = Array3::zeros((2, 4, 7))), dout, None),
+            // a max without a sum
+            ("sum", with(|other| other.sum = None), dout, None),
+        ] {
+            refused(argument, argument, plan.backward(&good, &forward, dout, dlse));
+        }
         works(&mut plan);
     }
     for plan in plans(Attention::new().unnormalized(true), DIMS) {
@@ -357,26 +349,13 @@ fn gradients_that_do_not_fit() {
     }
 }
 
-/// Plans on every rank of a ring at once. `mpi-conformance mismatch` has every field in which ranks
-/// may disagree.
-fn ring(attentions: &[Attention]) -> Vec<Result<Plan>> {
-    thread::scope(|scope| {
-        let ranks: Vec<_> = threads::ring(attentions.len())
-            .into_iter()
-            .zip(attentions)
-            .map(|(transport, attention)| {
-                scope.spawn(move || Plan::new(attention, DIMS, transport))
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
-    })
-}
-
+/// `mpi-conformance mismatch` has every field in which ranks may disagree.
 #[test]
 fn a_rank_that_is_refused_stops_all() {
     let bad = Attention::new().softmax_scale(f64::NAN);
-    let results = ring(&[Attention::new(), bad, Attention::new()]);
-    for (rank, result) in results.into_iter().enumerate() {
+    let attentions = [Attention::new(), bad, Attention::new()];
+    let results = each_rank(ring(3), |rank, end| Ok(Plan::new(&attentions[rank], DIMS, end)));
+    for (rank, result) in results.expect("no rank panics").into_iter().enumerate() {
         match result {
             Err(Error::InvalidArgument { argument, .. }) if rank == 1 => {
                 assert_eq!(argument, "softmax_scale")

@@ -367,26 +367,15 @@ fn errors_state_the_fault_of_a_layout() {
     let one = |rows: &[i64]| custom(vec![good.clone()], vec![runs(rows)]);
     one(&[1, 0]).validate(2, 2, 1).unwrap();
     assert_eq!(message(&one(&[0, 1]), 2, 2, 3), "layout: got 1 shards of q, want 3, one per rank");
-    assert_eq!(
-        message(&one(&[0, 0]), 2, 2, 1),
-        "layout: got kv row 0 twice, want every kv row of 0..2 once"
-    );
-    assert_eq!(
-        message(&one(&[0, 2]), 2, 2, 1),
-        "layout: got kv row 2, want every kv row of 0..2 once"
-    );
-    assert_eq!(
-        message(&one(&[-1, 0]), 2, 2, 1),
-        "layout: got kv row -1, want every kv row of 0..2 once"
-    );
-    assert_eq!(
-        message(&one(&[0]), 2, 2, 1),
-        "layout: got no rank for kv row 1, want every kv row of 0..2 once"
-    );
-    assert_eq!(
-        message(&one(&[]), 3, 0, 1),
-        "layout: got no rank for q row 2, want every q row of 0..3 once"
-    );
+    for (rows, q_len, kv_len, got) in [
+        (&[0, 0][..], 2, 2, "kv row 0 twice, want every kv row of 0..2 once"),
+        (&[0, 2], 2, 2, "kv row 2, want every kv row of 0..2 once"),
+        (&[-1, 0], 2, 2, "kv row -1, want every kv row of 0..2 once"),
+        (&[0], 2, 2, "no rank for kv row 1, want every kv row of 0..2 once"),
+        (&[], 3, 0, "no rank for q row 2, want every q row of 0..3 once"),
+    ] {
+        assert_eq!(message(&one(rows), q_len, kv_len, 1), format!("layout: got {got}"));
+    }
     // a run that overflows, and a length for which no machine has memory
     let mut endless = Runs::new();
     endless.push_run(Run { start: 0, step: 1, count: u64::MAX });

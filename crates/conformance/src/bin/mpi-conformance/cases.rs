@@ -2,8 +2,6 @@
 //! run also compares the bytes sent with the prediction. Strategies and KV caches run on a backend
 //! that is chosen by name.
 
-use std::sync::Arc;
-
 use annulus::{
     Attention, Cache, CacheShape, DType, Dims, Element, LocalRing, Plan, Result, Runtime, Setup,
     Tensors,
@@ -18,8 +16,8 @@ use annulus_conformance::{
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{Host, Placement, Runs, Transport};
-use annulus_plan::{CustomLayout, Layout, Route};
+use annulus_core::{Host, Placement, Transport};
+use annulus_plan::Route;
 use ndarray::{ArrayViewMutD, s};
 
 use crate::harness::{Harness, Verdict, ensure};
@@ -121,21 +119,8 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
     let ranks = harness.ranks();
     for seed in 0..seeds {
         let draw = &mut Draw::new(!seed);
-        let case = Case::random(seed).in_dtype(draw.pick(&[
-            DType::F32,
-            DType::F64,
-            DType::Bf16,
-            DType::F16,
-        ]));
-        // ids of one side serve for both only if every rank owns the same rows of both
-        let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
-        let layout = match draw.below(5) {
-            0 => None,
-            1 if !lone_ids => Some(random_layout(&case, ranks, draw)),
-            number => Some(suite::LAYOUTS[number % 3].clone()),
-        };
-        let route = draw.pick(&suite::routes(ranks));
-        let setting = Setting { ranks, layout, route, ..Setting::ALONE };
+        let case = Case::random(seed).in_dtype(draw.pick(subject.dtypes()));
+        let setting = suite::random_setting(&case, ranks, draw);
         let of_threads = OfThreads { subject: &threads, setting: &setting };
         let subjects = std::slice::from_ref(&subject);
         let verdict = examine(harness, subjects, &case, &setting, &of_threads);
@@ -221,19 +206,6 @@ fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
     all.extend(statistics.map(|array| array.view_mut().into_dyn()));
     all.extend(dsinks.iter_mut().map(|array| array.view_mut().into_dyn()));
     all
-}
-
-/// Assigns rows to ranks at random, so that shards are uneven or empty.
-fn random_layout(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
-    let mut deal = |len: usize| {
-        let mut shards = vec![Vec::new(); ranks];
-        for row in draw.permutation(len) {
-            shards[draw.below(ranks)].push(row as i64);
-        }
-        shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
-    };
-    let dims = &case.spec.dims;
-    Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
 }
 
 /// Runs random cases under the ring, every grid of heads × queries × keys that the ranks admit, and

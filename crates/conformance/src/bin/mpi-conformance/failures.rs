@@ -14,16 +14,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup, Tensors};
+use annulus::{Attention, Dims, Division, Layout, Plan, Runtime, Setup};
 use annulus_comm::{
     Deadline, Silence, barrier,
     mpi::{Launch, Mpi, Settings},
 };
-use annulus_core::{Control, Error, Host, Incoming, Outgoing, Result, Transport, index};
-use ndarray::Array4;
+use annulus_core::{Control, Error, Host, Incoming, Outgoing, Result, Transport};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::harness::{Harness, Verdict, ensure};
+use crate::harness::{Harness, Verdict, bits, ensure, passes};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
@@ -31,10 +30,6 @@ const DIMS: Dims =
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Deadline of the ring with a slow rank, which is silent for half of it.
 const SLOW_DEADLINE: Duration = Duration::from_secs(3);
-
-fn tensor(rows: usize, heads: usize) -> Array4<f32> {
-    Array4::from_elem((1, rows, heads, 4), 0.5)
-}
 
 /// The last rank is silent for half of the deadline: every rank that watches it warns of it once,
 /// at a quarter, and nothing fails.
@@ -96,7 +91,7 @@ pub(crate) fn lost(
         Setup::from((Attention::new(), Division::new(), Runtime::new().deadline(deadline)))
     };
     let counts = plan(settings, None, &attention(Duration::from_secs(30)))
-        .and_then(|mut plan| passes(&mut plan))
+        .and_then(|mut plan| posted(&mut plan))
         .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
     let [forward, both] = counts?;
@@ -122,7 +117,7 @@ pub(crate) fn lost(
         std::thread::sleep(DEADLINE * 2);
     }
     let started = Instant::now();
-    let result = passes(&mut plan).map(drop);
+    let result = posted(&mut plan).map(drop);
     let took = started.elapsed();
     let named = match &result {
         Err(Error::Timeout { peer: 1, .. } | Error::PeerLost { peer: 1, .. }) => true,
@@ -150,36 +145,10 @@ fn plan(settings: &Settings, end: Option<(Moment, End)>, setup: &Setup) -> Resul
 
 /// Runs forward and backward of full attention; returns the number of sends and receives posted
 /// after each.
-fn passes(plan: &mut Plan) -> Result<[u64; 2]> {
-    let rows = index(plan.q_rows().len());
-    let q = tensor(rows, 2);
-    let kv = tensor(rows, 1);
-    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
-    let forward = plan.forward(&tensors)?;
-    let after_forward = transfers();
-    plan.backward(&tensors, &forward, q.view(), None)?;
+fn posted(plan: &mut Plan) -> Result<[u64; 2]> {
+    let mut after_forward = 0;
+    passes(plan, || after_forward = transfers())?;
     Ok([after_forward, transfers()])
-}
-
-/// out, lse, dq, dk and dv of a rank, as bits.
-type Bits = Vec<u32>;
-
-/// Runs forward and backward.
-fn bits(plan: &mut Plan) -> Result<Bits> {
-    let rows: Vec<i64> = plan.q_rows().iter().collect();
-    let tensor = |heads| {
-        Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
-            ((rows[row] * 7 + (head * 3 + dim) as i64) % 11) as f32 * 0.1
-        })
-    };
-    let q = tensor(2);
-    let kv = tensor(1);
-    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
-    let forward = plan.forward(&tensors)?;
-    let backward = plan.backward(&tensors, &forward, q.view(), None)?;
-    let all = forward.out.iter().chain(&forward.lse);
-    let all = all.chain(&backward.dq).chain(&backward.dk).chain(&backward.dv);
-    Ok(all.map(|number| number.to_bits()).collect())
 }
 
 /// The last rank, then the first one, makes a call two deadlines after the others: nothing fails.

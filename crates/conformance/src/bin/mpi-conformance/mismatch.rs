@@ -20,11 +20,11 @@ use annulus_comm::{
 use annulus_conformance::{Crossings, Placed};
 use annulus_core::{Control, Error, Host, Placement, Result, Transport, index};
 use annulus_cpu::Isa;
-use ndarray::{Array2, Array4};
+use ndarray::Array2;
 
 use crate::{
     failures::{self, Mortal},
-    harness::{Harness, Verdict, ensure},
+    harness::{Harness, Verdict, ensure, tensors},
 };
 
 const DIMS: Dims =
@@ -253,9 +253,7 @@ fn one_plan(
         judge(harness, name, started.elapsed(), &updated)?;
         named.push((*name).to_owned());
     }
-    let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
-    let q = tensor(2);
-    let kv = tensor(1);
+    let [q, kv] = tensors(&plan);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors).map_err(|error| error.to_string());
     harness.share(forward.as_ref().map(drop).map_err(Clone::clone))?;

@@ -11,9 +11,8 @@ use annulus_comm::{
 use annulus_core::{
     Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Result, Transport,
 };
-use ndarray::Array4;
 
-use crate::harness::{Harness, Verdict, ensure};
+use crate::harness::{Bits, Harness, Verdict, bits, ensure, tensors};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 56, kv_len: 56, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
@@ -58,33 +57,11 @@ fn two(settings: &Settings) -> Result<(Mpi, [Plan; 2])> {
     Ok((endpoint, [first, second]))
 }
 
-/// out, lse, dq, dk and dv of a rank, as bits.
-type Bits = Vec<u32>;
-
-fn tensor(plan: &Plan, heads: usize) -> Array4<f32> {
-    let rows: Vec<i64> = plan.q_rows().iter().collect();
-    Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
-        ((rows[row] * 7 + (head * 3 + dim) as i64) % 11) as f32 * 0.1
-    })
-}
-
-/// Runs forward and backward.
-fn passes(plan: &mut Plan) -> Result<Bits> {
-    let q = tensor(plan, 2);
-    let kv = tensor(plan, 1);
-    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
-    let forward = plan.forward(&tensors)?;
-    let backward = plan.backward(&tensors, &forward, q.view(), None)?;
-    let all = forward.out.iter().chain(&forward.lse);
-    let all = all.chain(&backward.dq).chain(&backward.dk).chain(&backward.dv);
-    Ok(all.map(|number| number.to_bits()).collect())
-}
-
 /// Bits of both attentions over endpoints of their own.
 fn separate(settings: &Settings) -> Result<[Bits; 2]> {
     let [first, second] = attentions();
-    let bits = |setup: &Setup| passes(&mut plan(setup, Mpi::world(settings.clone())?)?);
-    Ok([bits(&first)?, bits(&second)?])
+    let of = |setup: &Setup| bits(&mut plan(setup, Mpi::world(settings.clone())?)?);
+    Ok([of(&first)?, of(&second)?])
 }
 
 /// Passes of two plans, in turn and, where MPI allows it, at the same time, begun in another order
@@ -94,7 +71,7 @@ fn interleaved(harness: &Harness, settings: &Settings) -> Result<Verdict> {
     let (endpoint, mut plans) = two(settings)?;
     for turn in 0..2 {
         for number in [0, 1] {
-            if passes(&mut plans[number])? != want[number] {
+            if bits(&mut plans[number])? != want[number] {
                 return Ok(Err(format!("plan {number} has other bits in turn {turn}")));
             }
         }
@@ -107,7 +84,7 @@ fn interleaved(harness: &Harness, settings: &Settings) -> Result<Verdict> {
         if number != begun_first {
             thread::sleep(Duration::from_millis(20));
         }
-        passes(plan)
+        bits(plan)
     };
     let [first, second] = &mut plans;
     let got = thread::scope(|scope| {
@@ -138,18 +115,18 @@ fn dropped_in_any_order(harness: &Harness, settings: &Settings) -> Result<Verdic
     } else {
         Some(first)
     };
-    let bits = passes(&mut second)?;
+    let second_bits = bits(&mut second)?;
     drop(first);
     let mut third = plan(&attentions()[0], endpoint.share()?)?;
     // the first handle may be dropped before the others
     drop(endpoint);
-    let third_bits = passes(&mut third)?;
+    let third_bits = bits(&mut third)?;
     if early {
         drop((third, second));
     } else {
         drop((second, third));
     }
-    Ok(ensure(bits == want[1] && third_bits == want[0], || "other bits".to_owned()))
+    Ok(ensure(second_bits == want[1] && third_bits == want[0], || "other bits".to_owned()))
 }
 
 /// Many handles one after another, which `scripts/scale-check` finds to cost no communicators.
@@ -166,8 +143,8 @@ fn many_in_turn(_: &Harness, settings: &Settings) -> Result<Verdict> {
 /// A call of one plan that is refused changes nothing for either.
 fn refused(harness: &Harness, settings: &Settings) -> Result<Verdict> {
     let (_endpoint, [mut first, mut second]) = two(settings)?;
-    let want = [passes(&mut first)?, passes(&mut second)?];
-    let (q, kv) = (tensor(&first, 2), tensor(&first, 1));
+    let want = [bits(&mut first)?, bits(&mut second)?];
+    let [q, kv] = tensors(&first);
     let own = harness.rank() == 0;
     let kv_of_call = if own { q.view() } else { kv.view() };
     let got = first.forward(&Tensors::new(q.view(), kv_of_call, kv.view())).map(drop);
@@ -176,8 +153,7 @@ fn refused(harness: &Harness, settings: &Settings) -> Result<Verdict> {
         Err(Error::Refused { rank: 0, .. }) => !own,
         _ => false,
     };
-    let bits = [passes(&mut second)?, passes(&mut first)?];
-    let [second, first] = bits;
+    let [second, first] = [bits(&mut second)?, bits(&mut first)?];
     Ok(ensure(as_expected && [first, second] == want, || format!("{got:?}, or other bits")))
 }
 
@@ -185,7 +161,7 @@ fn refused(harness: &Harness, settings: &Settings) -> Result<Verdict> {
 /// selects.
 fn ends_all(endpoint: &Mpi, plans: &mut [Plan], is_expected: impl Fn(&Error) -> bool) -> Verdict {
     for plan in plans {
-        match passes(plan) {
+        match bits(plan) {
             Err(Error::Poisoned { .. }) => {}
             Err(error) if is_expected(&error) => {}
             other => return Err(format!("{other:?}")),
@@ -210,7 +186,7 @@ fn lost(harness: &Harness, settings: &Settings) -> Result<Verdict> {
             |error: &Error| matches!(error, Error::PeerLost { .. } | Error::Aborted { .. });
         return Ok(ends_all(&endpoint, &mut [second], is_expected));
     }
-    let got = passes(&mut first).map(drop);
+    let got = bits(&mut first).map(drop);
     // the first rank that finds it aborts
     let is_lost = |error: &Error| match error {
         Error::PeerLost { peer, .. } => *peer == last,
@@ -236,7 +212,7 @@ fn aborted(harness: &Harness, settings: &Settings) -> Result<Verdict> {
     let is_expected =
         |error: &Error| matches!(error, Error::Aborted { rank: 0, .. }) || *error == cause;
     let verdict = ends_all(&endpoint, &mut plans, is_expected);
-    passes(&mut plan(&attentions()[1], beside.share()?)?)?;
+    bits(&mut plan(&attentions()[1], beside.share()?)?)?;
     Ok(verdict)
 }
 
@@ -286,7 +262,7 @@ fn more_than_tags(harness: &Harness, settings: &Settings) -> Result<Verdict> {
     let next = endpoint.share()?;
     let mut plans = [plan(&attentions()[0], endpoint)?, plan(&attentions()[1], next)?];
     for number in [1, 0] {
-        if passes(&mut plans[number])? != want[number] {
+        if bits(&mut plans[number])? != want[number] {
             return Ok(Err(format!("plan {number} has other bits")));
         }
     }
