@@ -12,15 +12,14 @@ backward passes; ``Cache`` serves decoding; ``annulus.torch`` and ``annulus.jax`
 """
 
 from . import biases, masks
+from ._agreement import Endpoint
 from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
 from ._cache import Cache
 from ._calls import flash_attention, ring_attention
-from ._endpoint import Endpoint
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
-from ._results import Forward, Gradients, Report
-from ._started import StartedPass
+from ._results import Forward, Gradients, Report, StartedPass
 
 __version__ = "0.1.0"
 

@@ -8,10 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from . import _annulus, _arrays, _check
-from ._agreement import agreed
+from ._agreement import agreed, carrier
 from ._arrays import HostMemory, Tensor, accumulator, given_back, tensor
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
-from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
 from ._plan import reports_of
 from ._results import Forward

@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import _arrays, _check
-from ._agreement import DEADLINE, agreed, gathered
+from ._agreement import DEADLINE, agreed, check_communicator, gathered
 from ._annulus import BiasFunction, Mask
+from ._arrays import Place, current_stream
 from ._attention import Attention
 from ._check import Documents, Machine, Rows
-from ._device import Place, current_stream
-from ._endpoint import check_communicator
 from ._errors import invalid, unsupported
 from ._option_fields import PlanOptions
 from ._plan import Plan

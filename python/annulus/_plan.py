@@ -12,15 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import _annulus, _arrays, _check
-from ._agreement import agreed
-from ._arrays import HostMemory, Tensor, accumulator
+from ._agreement import agreed, carrier
+from ._arrays import DeviceMemory, HostMemory, Place, Tensor, accumulator
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
 from ._check import Documents, Machine, Rows
-from ._device import DeviceMemory, Place
-from ._endpoint import carrier
 from ._errors import argument_got_want, invalid, unsupported
-from ._results import Forward, Gradients, Report
-from ._started import Pass, StartedPass
+from ._results import Forward, Gradients, Pass, Report, StartedPass
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from . import _agreement
 from ._agreement import check_equal, gathered
+from ._arrays import Place
 from ._calls import BATCH, Call, RankRows, Shapes, Tensors
-from ._device import Place
 from ._errors import ArrivalTimeout, Error
 from ._plan import Plan, batch_arrays
 

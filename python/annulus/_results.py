@@ -1,9 +1,21 @@
-"""The results of a pass."""
+"""The results of a pass; and passes on threads of their own, which overlap with the program."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from ._errors import invalid
+
+T = TypeVar("T")
+
+POLL = 0.05
+"""Seconds between two checks for signals, and between two requests to end a pass."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +80,121 @@ class Gradients:
     dbias: Any = None
     dsoftmax_aux: Any = None
     reports: tuple[Report, ...] = ()
+
+
+class Pass(Generic[T]):
+    """The thread of a pass. It holds references to the plan and the arrays of the pass.
+
+    The thread does not keep the process alive: at the end of the program a pass is cancelled. A
+    forked child does not have the thread: there the pass has ended, without a result.
+    """
+
+    def __init__(self, work: Callable[[], T], interrupt: Callable[[], None]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._interrupt = interrupt
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+        # a join that a signal interrupts may take the thread for ended
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="annulus pass", daemon=True)
+        RUNNING.add(self)
+        self.thread.start()
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self._result.append(work())
+        except BaseException as error:
+            # of the program that waits
+            self._error = error
+        finally:
+            RUNNING.discard(self)
+            self._ended.set()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """True in a forked child of the process that started the pass."""
+        return self._process != os.getpid()
+
+    def has_ended(self) -> bool:
+        """True if the pass has ended."""
+        # another thread of the parent may have held the lock of the event
+        return self.is_of_parent or self._ended.is_set()
+
+    def wait(self) -> T:
+        """Waits for the end of the pass, and returns its result or raises its exception."""
+        if self.is_of_parent:
+            got = f"a pass of process {self._process}, from which this process was forked"
+            raise invalid("plan", got, "a pass of a new plan, made in this process")
+        try:
+            while not self._ended.wait(POLL):
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def cancel(self) -> None:
+        """Ends the pass and waits for its end, which is that of its tile or its wait."""
+        if threading.current_thread() is self.thread:
+            return
+        while not self.has_ended():
+            # again, because a pass that begins forgets what was requested before
+            self._interrupt()
+            self._ended.wait(POLL)
+
+
+RUNNING: set[Pass[Any]] = set()
+"""Passes that have not ended."""
+
+
+def _cancel_all() -> None:
+    for each in list(RUNNING):
+        each.cancel()
+
+
+atexit.register(_cancel_all)
+
+
+class StartedPass(Generic[T]):
+    """A pass of a plan on a thread of its own, as ``forward_start`` and ``backward_start`` return.
+
+    Until ``wait`` has returned, no other method of the plan can be called, and the arrays of the
+    pass stay as they are. When the last reference to an object that was not waited for goes, the
+    pass is cancelled: the plan is dead on all ranks, unless the pass had ended.
+    """
+
+    def __init__(self, of: Pass[T], ended: Callable[[], None]) -> None:
+        self._pass: Pass[T] | None = of
+        self._ended = ended
+        self._finalizer = weakref.finalize(self, _abandon, of, ended)
+        # the end of the program cancels passes itself
+        self._finalizer.atexit = False
+
+    def test(self) -> bool:
+        """True if the pass has ended, so that ``wait`` returns at once."""
+        return self._pass is None or self._pass.has_ended()
+
+    def wait(self) -> T:
+        """Waits for the end of the pass, and returns its result or raises its exception.
+
+        An exception of a signal handler, such as KeyboardInterrupt, ends the pass, and the plan
+        with it; over MPI, on all ranks.
+        """
+        if self._pass is None:
+            raise invalid("plan", "one without a pass under way", "one wait for each start")
+        of, self._pass = self._pass, None
+        self._finalizer.detach()
+        try:
+            return of.wait()
+        finally:
+            self._ended()
+
+
+def _abandon(of: Pass[Any], ended: Callable[[], None]) -> None:
+    of.cancel()
+    ended()

@@ -2,45 +2,49 @@
 //! checks that make them sound: element type, alignment, strides, writability, and that no output
 //! overlaps anything.
 
+use std::ptr;
+
 #[cfg(feature = "cuda")]
 use annulus::backend::cuda::device::{CudaView, CudaViewMut};
-use annulus::ndarray::{ArrayView, ArrayViewMut, Axis, Dimension, IxDyn, ShapeBuilder};
-use pyo3::{
-    prelude::*,
-    types::{PyDict, PyTuple},
+use annulus::{
+    DType, Element, Error, Result,
+    ndarray::{ArrayView, ArrayViewMut, Axis, Dimension, IxDyn, ShapeBuilder, StrideShape},
 };
+use bytemuck::Pod;
+use pyo3::{prelude::*, types::PyDict};
 
-use crate::errors::invalid;
+use crate::errors::{Raised, Raises};
 
-/// A type of which a bit pattern of an array is a value.
-///
-/// # Safety
-/// Every bit pattern of the type's size is a value, and `TYPESTR` names an array element of that
-/// size.
-pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {
-    /// Element type in the array interface protocol, without the byte order.
-    const TYPESTR: &'static str;
+/// Element types, with NumPy's names and those of the array interface protocol without the byte
+/// order. NumPy has no bfloat16: the package passes those arrays as views of 16-bit integers.
+pub(crate) const TYPES: [(DType, &str, &str); 4] = [
+    (DType::F64, "float64", "f8"),
+    (DType::F32, "float32", "f4"),
+    (DType::F16, "float16", "f2"),
+    (DType::Bf16, "bfloat16", "u2"),
+];
+
+/// Returns the names of an element type.
+pub(crate) fn names_of(dtype: DType) -> (&'static str, &'static str) {
+    let known = TYPES.iter().find(|(known, ..)| *known == dtype);
+    known.map_or(("", ""), |(_, name, typestr)| (name, typestr))
 }
 
-macro_rules! plain {
-    ($($type:ty = $name:literal)*) => {
-        $(
-            // SAFETY: every bit pattern of an integer or IEEE number is a value, and the number in
-            // the name is the size of the type
-            unsafe impl Plain for $type {
-                const TYPESTR: &'static str = $name;
-            }
-        )*
-    };
+/// Returns the element type of a NumPy name.
+pub(crate) fn dtype_of(argument: &str, name: &str) -> Result<DType> {
+    let known = TYPES.iter().find(|(_, known, _)| *known == name);
+    known
+        .map(|(dtype, ..)| *dtype)
+        .ok_or_else(|| Error::invalid(argument, name, "float64, float32, bfloat16 or float16"))
 }
-// NumPy has no bfloat16: the package passes those arrays as views of 16-bit integers
-plain!(f64 = "f8" f32 = "f4" annulus::half::f16 = "f2" annulus::half::bf16 = "u2"
-       i32 = "i4" i64 = "i8" u8 = "u1");
+
+/// The byte order of this machine in the array interface protocol.
+pub(crate) const NATIVE: char = if cfg!(target_endian = "little") { '<' } else { '>' };
 
 /// An array of Python's, with its reference, so that the memory outlives the views.
 pub(crate) struct Array<'py> {
     name: &'static str,
-    object: Bound<'py, PyAny>,
+    _object: Bound<'py, PyAny>,
     address: usize,
     shape: Vec<usize>,
     /// In bytes.
@@ -53,71 +57,78 @@ pub(crate) struct Array<'py> {
 
 impl<'py> Array<'py> {
     /// Reads the array interface of `object`.
-    pub(crate) fn new(name: &'static str, object: Bound<'py, PyAny>) -> PyResult<Self> {
+    pub(crate) fn new(name: &'static str, object: Bound<'py, PyAny>) -> Raises<Self> {
         #[cfg(feature = "cuda")]
         if let Ok(array) = object.cast::<crate::device::DeviceArray>() {
             let array = array.get();
             return Ok(Self {
                 name,
-                address: annulus_core::index(array.address()),
-                shape: array.lengths().to_vec(),
+                address: annulus_core::index(array.address),
+                shape: array.shape.clone(),
                 strides: array.byte_strides(),
-                typestr: array.typestr().to_owned(),
-                writable: !array.is_read_only(),
-                device: Some(array.number()),
-                object,
+                typestr: array.typestr(),
+                writable: !array.read_only,
+                device: Some(array.device),
+                _object: object,
             });
         }
-        let interface = object.getattr("__array_interface__")?.cast_into::<PyDict>()?;
-        let field = |key: &str| {
-            interface.get_item(key)?.ok_or_else(|| {
-                invalid(object.py(), name, format!("an array interface without {key}"), "an array")
-            })
-        };
-        let typestr: String = field("typestr")?.extract()?;
-        let shape: Vec<usize> = field("shape")?.extract()?;
-        let (address, read_only): (usize, bool) = field("data")?.extract()?;
-        let strides = match interface.get_item("strides")?.filter(|strides| !strides.is_none()) {
-            Some(strides) => strides.cast_into::<PyTuple>()?.extract()?,
-            None => dense_strides(&shape, item_bytes(&typestr)),
-        };
-        let writable = !read_only;
-        Ok(Self { name, object, address, shape, strides, typestr, writable, device: None })
+        let interface = ArrayInterface::read(name, &object, "__array_interface__")?;
+        let strides = interface
+            .strides
+            .unwrap_or_else(|| dense_strides(&interface.shape, item_bytes(&interface.typestr)));
+        Ok(Self {
+            name,
+            _object: object,
+            address: interface.address,
+            shape: interface.shape,
+            strides,
+            typestr: interface.typestr,
+            writable: !interface.read_only,
+            device: None,
+        })
     }
 
-    fn py(&self) -> Python<'py> {
-        self.object.py()
+    fn refuse(&self, got: impl ToString, want: impl ToString) -> Error {
+        Error::invalid(self.name, got, want)
     }
 
-    /// Checks that the array is one of `T` in the memory of GPU `device`, or of the host.
-    fn check<T: Plain>(&self, device: Option<usize>) -> PyResult<()> {
+    /// Checks that the array has elements of `typestr`, whose size is their alignment, in the
+    /// memory of GPU `device`, or of the host. Returns the size.
+    fn check(&self, typestr: &str, device: Option<usize>) -> Result<usize> {
         if self.device != device {
-            let (got, want) = (memory(self.device), memory(device));
-            return Err(invalid(self.py(), self.name, got, want));
+            return Err(self.refuse(memory(self.device), memory(device)));
         }
-        let native = if cfg!(target_endian = "little") { '<' } else { '>' };
-        let want = [format!("{native}{}", T::TYPESTR), format!("|{}", T::TYPESTR)];
-        let refuse = |got: String, want: String| Err(invalid(self.py(), self.name, got, want));
+        let want = [format!("{NATIVE}{typestr}"), format!("|{typestr}")];
         if !want.contains(&self.typestr) {
-            return refuse(format!("elements {}", self.typestr), format!("elements {}", want[0]));
+            let got = format!("elements {}", self.typestr);
+            return Err(self.refuse(got, format!("elements {}", want[0])));
         }
-        let size = size_of::<T>();
+        let size = item_bytes(&self.typestr);
         // an array of stride 0 may have more elements than memory has bytes
         let bytes = self.shape.iter().filter(|&&len| len > 0).try_fold(size, |product, &len| {
             product.checked_mul(len).filter(|&bytes| bytes <= isize::MAX.cast_unsigned())
         });
         if bytes.is_none() {
-            return refuse(format!("shape {:?}", self.shape), "fewer than 2^63 bytes".to_owned());
+            return Err(self.refuse(format!("shape {:?}", self.shape), "fewer than 2^63 bytes"));
         }
         let whole = self.strides.iter().all(|&stride| stride % size.cast_signed() == 0);
         if self.strides.len() != self.shape.len() || !whole {
-            return refuse(format!("strides {:?}", self.strides), format!("multiples of {size}"));
+            let got = format!("strides {:?}", self.strides);
+            return Err(self.refuse(got, format!("multiples of {size}")));
         }
-        if !self.address.is_multiple_of(align_of::<T>()) {
-            let want = format!("an address that {} divides", align_of::<T>());
-            return refuse(format!("elements at {:#x}", self.address), want);
+        if !self.address.is_multiple_of(size) {
+            let got = format!("elements at {:#x}", self.address);
+            return Err(self.refuse(got, format!("an address that {size} divides")));
         }
-        Ok(())
+        Ok(size)
+    }
+
+    /// Checks that the array may be written.
+    fn check_writable(&self) -> Result<()> {
+        match self.writable {
+            true => Ok(()),
+            false => Err(self.refuse("a read-only array", "a writable one")),
+        }
     }
 
     /// First byte of the array, and the byte after its last. Empty if the array is.
@@ -141,29 +152,27 @@ impl<'py> Array<'py> {
     ///
     /// # Errors
     /// `ValueError` naming the array if its elements, strides or number of axes do not fit.
-    pub(crate) fn view<T: Plain, D: Dimension>(&self) -> PyResult<ArrayView<'_, T, D>> {
-        self.check::<T>(None)?;
-        if self.shape.contains(&0) {
-            let empty = ArrayView::from_shape(IxDyn(&self.shape), &[]);
-            return self.dimensions(empty.map_err(|error| {
-                invalid(self.py(), self.name, error, "an array of another shape")
-            })?);
-        }
-        let (first, strides) = self.ascending(size_of::<T>());
-        let shape = IxDyn(&self.shape).strides(IxDyn(&strides));
+    pub(crate) fn view<T: Element, D: Dimension>(&self) -> Result<ArrayView<'_, T, D>> {
+        self.view_of(names_of(T::DTYPE).1)
+    }
+
+    /// As [`Array::view`], of a type that `typestr` names.
+    pub(crate) fn view_of<T: Pod, D: Dimension>(
+        &self,
+        typestr: &str,
+    ) -> Result<ArrayView<'_, T, D>> {
+        let (first, shape) = self.ascending::<T>(typestr)?;
         // SAFETY:
         // - the array interface names memory of `shape` and `strides` at `address`, which lives as
-        //   long as `object`, to which `self` holds a reference for the life of the view;
+        //   long as the object, to which `self` holds a reference for the life of the view;
         // - `check` has compared element size, alignment, divisibility of the strides and the
         //   number of elements, and every bit pattern is a `T`;
         // - `ascending` has made the strides non-negative and moved the address to match;
         // - nobody writes it: no output of the call overlaps it (`Outputs::check`), and a Python
         //   thread that writes an array during a call races, as with NumPy's own functions.
-        let mut view = unsafe { ArrayView::from_shape_ptr(shape, first as *const T) };
-        for (axis, _) in self.strides.iter().enumerate().filter(|(_, stride)| **stride < 0) {
-            view.invert_axis(Axis(axis));
-        }
-        self.dimensions(view)
+        let mut view = unsafe { ArrayView::from_shape_ptr(shape, first.cast_const()) };
+        self.descending().for_each(|axis| view.invert_axis(axis));
+        view.into_dimensionality().map_err(|_| self.wrong_axes::<D>())
     }
 
     /// Views the array for writing.
@@ -174,48 +183,57 @@ impl<'py> Array<'py> {
     ///
     /// # Errors
     /// As [`Array::view`], and `ValueError` if the array is read-only.
-    pub(crate) unsafe fn view_mut<T: Plain, D: Dimension>(
+    pub(crate) unsafe fn view_mut<T: Element, D: Dimension>(
         &self,
-    ) -> PyResult<ArrayViewMut<'_, T, D>> {
-        self.check::<T>(None)?;
-        if !self.writable {
-            return Err(invalid(self.py(), self.name, "a read-only array", "a writable one"));
-        }
-        if self.shape.contains(&0) {
-            let empty = ArrayViewMut::from_shape(IxDyn(&self.shape), &mut []);
-            let empty = empty.map_err(|error| {
-                invalid(self.py(), self.name, error, "an array of another shape")
-            })?;
-            return empty.into_dimensionality().map_err(|_| self.wrong_axes::<D>());
-        }
-        let (first, strides) = self.ascending(size_of::<T>());
-        let shape = IxDyn(&self.shape).strides(IxDyn(&strides));
+    ) -> Result<ArrayViewMut<'_, T, D>> {
+        let (first, shape) = self.ascending::<T>(names_of(T::DTYPE).1)?;
+        self.check_writable()?;
         // SAFETY: as in `view`; the array says that it may be written; its elements do not overlap
         // each other and nothing else views them, which the caller vouches for
-        let mut view = unsafe { ArrayViewMut::from_shape_ptr(shape, first as *mut T) };
-        for (axis, _) in self.strides.iter().enumerate().filter(|(_, stride)| **stride < 0) {
-            view.invert_axis(Axis(axis));
-        }
+        let mut view = unsafe { ArrayViewMut::from_shape_ptr(shape, first) };
+        self.descending().for_each(|axis| view.invert_axis(axis));
         view.into_dimensionality().map_err(|_| self.wrong_axes::<D>())
     }
 
-    /// Views an array in the memory of GPU `device`.
+    /// Checks the array. Returns the element with the lowest address, or an aligned address that is
+    /// never read, and the lengths with strides in elements without sign.
+    fn ascending<T: Pod>(&self, typestr: &str) -> Result<(*mut T, StrideShape<IxDyn>)> {
+        let size = self.check(typestr, None)?;
+        let strides: Vec<_> =
+            self.strides.iter().map(|stride| stride.unsigned_abs() / size).collect();
+        if self.shape.contains(&0) {
+            let none = IxDyn(&vec![0; self.shape.len()]);
+            return Ok((ptr::dangling_mut(), IxDyn(&self.shape).strides(none)));
+        }
+        let first = ptr::with_exposed_provenance_mut(self.bytes().start);
+        Ok((first, IxDyn(&self.shape).strides(IxDyn(&strides))))
+    }
+
+    /// Axes with a negative stride.
+    fn descending(&self) -> impl Iterator<Item = Axis> {
+        let is_empty = self.shape.contains(&0);
+        let axes = self.strides.iter().enumerate();
+        axes.filter(move |(_, stride)| **stride < 0 && !is_empty).map(|(axis, _)| Axis(axis))
+    }
+
+    fn wrong_axes<D: Dimension>(&self) -> Error {
+        let got = format!("{} axes", self.shape.len());
+        self.refuse(got, format!("{} axes", D::NDIM.unwrap_or_default()))
+    }
+
+    /// Views an array in the memory of GPU `device`, of which the plan checks type and shape.
     ///
     /// # Errors
-    /// `ValueError` naming the array if its memory, elements, strides or number of axes do not fit.
+    /// `ValueError` naming the array if its memory, strides or number of axes do not fit.
     #[cfg(feature = "cuda")]
-    pub(crate) fn device_view<T: Plain + annulus::Element>(
-        &self,
-        device: usize,
-    ) -> PyResult<CudaView<'_>> {
-        self.check::<T>(Some(device))?;
-        let (shape, strides) = self.four_axes(size_of::<T>())?;
+    pub(crate) fn device_view(&self, device: usize) -> Result<CudaView<'_>> {
+        let (dtype, shape, strides) = self.four_axes(device)?;
         // SAFETY:
         // - the owner has lent memory of `shape` and `strides` at this address, which lives as long
-        //   as `object`; that it lives until the stream has done the pass, and that its writes come
-        //   earlier in the stream, is what the documentation of `Plan` asks for;
+        //   as the object; that it lives until the stream has done the pass, and that its writes
+        //   come earlier in the stream, is what the documentation of `Plan` asks for;
         // - `check` has compared element size, alignment and divisibility of the strides.
-        Ok(unsafe { CudaView::from_raw(self.address as u64, T::DTYPE, shape, strides) })
+        Ok(unsafe { CudaView::from_raw(self.address as u64, dtype, shape, strides) })
     }
 
     /// Views an array in the memory of GPU `device`, for writing.
@@ -226,53 +244,33 @@ impl<'py> Array<'py> {
     /// # Errors
     /// As [`Array::device_view`], and `ValueError` if the array is read-only.
     #[cfg(feature = "cuda")]
-    pub(crate) unsafe fn device_view_mut<T: Plain + annulus::Element>(
-        &self,
-        device: usize,
-    ) -> PyResult<CudaViewMut<'_>> {
-        self.check::<T>(Some(device))?;
-        if !self.writable {
-            return Err(invalid(self.py(), self.name, "a read-only array", "a writable one"));
-        }
-        let (shape, strides) = self.four_axes(size_of::<T>())?;
+    pub(crate) unsafe fn device_view_mut(&self, device: usize) -> Result<CudaViewMut<'_>> {
+        let (dtype, shape, strides) = self.four_axes(device)?;
+        self.check_writable()?;
         // SAFETY: as in `device_view`; nothing else views the memory, and its elements do not
         // overlap, which the caller vouches for
-        Ok(unsafe { CudaViewMut::from_raw(self.address as u64, T::DTYPE, shape, strides) })
+        Ok(unsafe { CudaViewMut::from_raw(self.address as u64, dtype, shape, strides) })
     }
 
-    /// Lengths, and strides in elements, with axes of length 1 appended. Sinks that all heads share
-    /// have one axis, and an axis of heads is put before it.
+    /// Checks an array in the memory of GPU `device`. Returns its type, its lengths, and strides in
+    /// elements, with axes of length 1 appended. Sinks that all heads share have one axis, and an
+    /// axis of heads is put before it.
     #[cfg(feature = "cuda")]
-    fn four_axes(&self, size: usize) -> PyResult<([usize; 4], [i64; 4])> {
+    fn four_axes(&self, device: usize) -> Result<(DType, [usize; 4], [i64; 4])> {
+        let typestr = self.typestr.get(1..).unwrap_or_default();
+        let size = self.check(typestr, Some(device))?;
+        let known = TYPES.iter().find(|(.., known)| *known == typestr);
+        let (dtype, ..) = known.ok_or_else(|| self.refuse(&self.typestr, "floats"))?;
         let (mut shape, mut strides) = ([1; 4], [1; 4]);
         let first = usize::from(self.shape.len() == 1);
         if self.shape.len() + first > 4 {
-            let got = format!("{} axes", self.shape.len());
-            return Err(invalid(self.py(), self.name, got, "at most 4"));
+            return Err(self.refuse(format!("{} axes", self.shape.len()), "at most 4"));
         }
         for (axis, (&len, &stride)) in self.shape.iter().zip(&self.strides).enumerate() {
             shape[first + axis] = len;
             strides[first + axis] = (stride / size.cast_signed()) as i64;
         }
-        Ok((shape, strides))
-    }
-
-    fn dimensions<'a, T, D: Dimension>(
-        &self,
-        view: ArrayView<'a, T, IxDyn>,
-    ) -> PyResult<ArrayView<'a, T, D>> {
-        view.into_dimensionality().map_err(|_| self.wrong_axes::<D>())
-    }
-
-    fn wrong_axes<D: Dimension>(&self) -> PyErr {
-        let got = format!("{} axes", self.shape.len());
-        invalid(self.py(), self.name, got, format!("{} axes", D::NDIM.unwrap_or_default()))
-    }
-
-    /// Address of the element with the lowest one, and strides in elements without sign.
-    fn ascending(&self, size: usize) -> (usize, Vec<usize>) {
-        let strides = self.strides.iter().map(|stride| stride.unsigned_abs() / size).collect();
-        (self.bytes().start, strides)
+        Ok((*dtype, shape, strides))
     }
 
     /// True if no two elements share memory, found by sorting the axes by stride; some arrays
@@ -290,29 +288,89 @@ impl<'py> Array<'py> {
     }
 }
 
-/// The arrays that a call writes.
-pub(crate) struct Outputs<'a, 'py>(pub(crate) Vec<&'a Array<'py>>);
-
-impl Outputs<'_, '_> {
-    /// Checks that no output overlaps another one, an input or itself.
-    ///
-    /// # Errors
-    /// `ValueError` naming the output.
-    pub(crate) fn check(&self, inputs: &[&Array<'_>]) -> PyResult<()> {
-        for (index, output) in self.0.iter().enumerate() {
-            let own = output.bytes();
-            let refuse = |got| Err(invalid(output.py(), output.name, got, "memory of its own"));
-            if !output.shape.contains(&0) && !output.is_injective() {
-                return refuse("elements that share memory".to_owned());
-            }
-            for other in self.0[..index].iter().copied().chain(inputs.iter().copied()) {
-                let other_bytes = other.bytes();
-                if own.start < other_bytes.end && other_bytes.start < own.end {
-                    return refuse(format!("memory that overlaps {}", other.name));
-                }
+/// Checks that no output of a call overlaps another one, an input or itself.
+///
+/// # Errors
+/// `ValueError` naming the output.
+pub(crate) fn check_outputs(outputs: &[&Array<'_>], inputs: &[&Array<'_>]) -> Result<()> {
+    for (index, output) in outputs.iter().enumerate() {
+        let own = output.bytes();
+        if !output.shape.contains(&0) && !output.is_injective() {
+            return Err(output.refuse("elements that share memory", "memory of its own"));
+        }
+        for other in outputs[..index].iter().chain(inputs) {
+            let other_bytes = other.bytes();
+            if own.start < other_bytes.end && other_bytes.start < own.end {
+                let got = format!("memory that overlaps {}", other.name);
+                return Err(output.refuse(got, "memory of its own"));
             }
         }
-        Ok(())
+    }
+    Ok(())
+}
+
+/// Reads the array of a name, if there is one.
+pub(crate) fn array<'py>(
+    arrays: &Bound<'py, PyDict>,
+    name: &'static str,
+) -> Raises<Option<Array<'py>>> {
+    let given = arrays.get_item(name)?.filter(|array| !array.is_none());
+    given.map(|given| Array::new(name, given)).transpose()
+}
+
+/// Reads the array of a name.
+pub(crate) fn needed<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> Raises<Array<'py>> {
+    Ok(array(arrays, name)?.ok_or_else(|| Error::invalid(name, "nothing", "an array"))?)
+}
+
+/// Views an input that there may be.
+pub(crate) fn view<'a, T: Element, D: Dimension>(
+    array: &'a Option<Array<'_>>,
+) -> Result<Option<ArrayView<'a, T, D>>> {
+    array.as_ref().map(Array::view).transpose()
+}
+
+/// Views an output that there may be.
+///
+/// # Safety
+/// As [`Array::view_mut`].
+pub(crate) unsafe fn view_mut<'a, T: Element, D: Dimension>(
+    array: &'a Option<Array<'_>>,
+) -> Result<Option<ArrayViewMut<'a, T, D>>> {
+    // SAFETY: as the caller vouches
+    array.as_ref().map(|array| unsafe { array.view_mut() }).transpose()
+}
+
+/// The array interface of an object, of the host or of CUDA.
+pub(crate) struct ArrayInterface<'py> {
+    pub(crate) address: usize,
+    pub(crate) read_only: bool,
+    pub(crate) shape: Vec<usize>,
+    /// In bytes; `None` if the array is dense.
+    pub(crate) strides: Option<Vec<isize>>,
+    pub(crate) typestr: String,
+    pub(crate) dict: Bound<'py, PyDict>,
+}
+
+impl<'py> ArrayInterface<'py> {
+    /// Reads the attribute `interface` of an object.
+    pub(crate) fn read(name: &str, object: &Bound<'py, PyAny>, interface: &str) -> Raises<Self> {
+        let dict = object.getattr(interface)?.cast_into::<PyDict>().map_err(PyErr::from)?;
+        let field = |key: &str| {
+            let value = dict.get_item(key)?;
+            let got = || format!("an array interface without {key}");
+            Ok::<_, Raised>(value.ok_or_else(|| Error::invalid(name, got(), "an array"))?)
+        };
+        let (address, read_only) = field("data")?.extract()?;
+        let strides = dict.get_item("strides")?.filter(|strides| !strides.is_none());
+        Ok(Self {
+            address,
+            read_only,
+            shape: field("shape")?.extract()?,
+            strides: strides.map(|strides| strides.extract()).transpose()?,
+            typestr: field("typestr")?.extract()?,
+            dict,
+        })
     }
 }
 

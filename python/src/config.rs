@@ -1,19 +1,26 @@
 //! The parameters of an attention, a plan and a batch, as `annulus/_attention.py` passes them:
-//! checked and complete, so that an error here is a defect of the package.
+//! checked and complete, so that an error here is a defect of the package; and backends by name.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use annulus::{
-    Attention, Batch, CacheShape, DType, Dims, Division, Error, Layout, Route, Runtime, Setup,
-    SinkShape, Strategy,
+    Attention, Batch, CacheShape, DType, Dims, Division, Error, Layout, Result, Route, Runtime,
+    Setup, SinkShape, Strategy,
+    backend::{AnyBackend, BackendName},
     ndarray::{Array2, Ix1, Ix2},
     planning::{CustomLayout, Machine, Run, Runs},
 };
+use annulus_core::HomeProcess;
+use bytemuck::Pod;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    array::Array,
-    errors::{invalid, raise},
+    array::{array, dtype_of},
+    errors::Raises,
     masks::{Callback, dense_mask},
     option_fields::Config,
 };
@@ -29,53 +36,53 @@ pub(crate) enum LayoutConfig {
 
 impl Config<'_> {
     /// Returns the setup, and the functions of Python's that its masks and biases call.
-    pub(crate) fn setup(&self, py: Python<'_>) -> PyResult<(Setup, Vec<Arc<Callback>>)> {
+    pub(crate) fn setup(&self) -> Raises<(Setup, Vec<Arc<Callback>>)> {
         let mut callbacks = Vec::new();
-        let attention = self.attention(py, &mut callbacks)?;
-        let division = self.division(py)?;
-        let runtime = self.set_runtime(py, Runtime::new())?;
+        let attention = self.attention(&mut callbacks)?;
+        let division = self.division()?;
+        let runtime = self.set_runtime(Runtime::new())?;
         Ok((Setup { attention, division, runtime }, callbacks))
     }
 
-    fn attention(&self, py: Python<'_>, callbacks: &mut Vec<Arc<Callback>>) -> PyResult<Attention> {
+    fn attention(&self, callbacks: &mut Vec<Arc<Callback>>) -> Result<Attention> {
         let softmax_aux = self.softmax_aux.map(|(per_head, count)| SinkShape { per_head, count });
         let mut attention = self
-            .set_mathematics(py, Attention::new())?
-            .dtype(self.element(py)?)
+            .set_mathematics(Attention::new())?
+            .dtype(self.element()?)
             .sliding_window(self.window_left, self.window_right)
             .bias(self.bias)
             .softmax_aux(softmax_aux)
             .dropout(self.dropout_prob, self.dropout_seed);
         if let Some(name) = &self.logits_dtype {
-            attention = attention.logits_dtype(dtype(py, "logits_dtype", name)?);
+            attention = attention.logits_dtype(dtype_of("logits_dtype", name)?);
         }
         if let Some(mask) = &self.mask {
-            attention = attention.mask(mask.get().shared());
-            callbacks.extend(mask.get().callbacks().iter().cloned());
+            attention = attention.mask(Arc::clone(&mask.get().mask));
+            callbacks.extend(mask.get().callbacks.iter().cloned());
         }
         if let Some(function) = &self.bias_function {
-            attention = attention.bias_function(function.get().shared());
-            callbacks.extend(function.get().callbacks().iter().cloned());
+            attention = attention.bias_function(Arc::clone(&function.get().function));
+            callbacks.extend(function.get().callbacks.iter().cloned());
         }
         Ok(attention)
     }
 
-    fn division(&self, py: Python<'_>) -> PyResult<Division> {
+    fn division(&self) -> Raises<Division> {
         Ok(self
-            .set_division(py, Division::new())?
-            .layout(self.layout(py)?)
-            .route(self.route(py)?)
-            .strategy(self.strategy(py)?)
-            .machine(self.machine(py)?)
-            .documents(self.documents.as_ref().map(|given| batch(py, given)).transpose()?))
+            .set_division(Division::new())?
+            .layout(self.layout()?)
+            .route(self.route()?)
+            .strategy(self.strategy()?)
+            .machine(self.machine()?)
+            .documents(self.documents.as_ref().map(batch).transpose()?))
     }
 
     /// Returns the element type of q, k, v, out and their gradients.
-    pub(crate) fn element(&self, py: Python<'_>) -> PyResult<DType> {
-        dtype(py, "dtype", &self.dtype)
+    pub(crate) fn element(&self) -> Result<DType> {
+        dtype_of("dtype", &self.dtype)
     }
 
-    fn layout(&self, py: Python<'_>) -> PyResult<Option<Layout>> {
+    fn layout(&self) -> Result<Option<Layout>> {
         let custom = |q, kv| Some(Layout::Custom(Arc::new(CustomLayout { q, kv })));
         let named = match &self.layout {
             None => return Ok(None),
@@ -93,20 +100,15 @@ impl Config<'_> {
             ("zigzag", Layout::Zigzag),
             ("striped", Layout::Striped),
         ];
-        layouts
-            .into_iter()
-            .find(|(name, _)| name == named)
-            .map(|(_, layout)| Some(layout))
-            .ok_or_else(|| invalid(py, "layout", named, "contiguous, zigzag, striped or rows"))
+        choice("layout", named, &layouts).map(Some)
     }
 
-    fn strategy(&self, py: Python<'_>) -> PyResult<Strategy> {
-        self.strategy
-            .parse()
-            .map_err(|_| invalid(py, "strategy", &self.strategy, Strategy::EXPECTED))
+    fn strategy(&self) -> Result<Strategy> {
+        let parsed = self.strategy.parse();
+        parsed.map_err(|_| Error::invalid("strategy", &self.strategy, Strategy::EXPECTED))
     }
 
-    fn machine(&self, py: Python<'_>) -> PyResult<Option<Machine>> {
+    fn machine(&self) -> Result<Option<Machine>> {
         let Some((is_path, machine)) = &self.machine else { return Ok(None) };
         let read = if *is_path {
             annulus_machine_file::read(Path::new(machine))
@@ -116,13 +118,13 @@ impl Config<'_> {
         read.map(Some).map_err(|error| match error {
             // of a dict
             Error::Io { path, what } if path == "machine" && !is_path => {
-                invalid(py, "machine", what, "the fields of a machine file")
+                Error::invalid("machine", what, "the fields of a machine file")
             }
-            error => raise(py, &error),
+            error => error,
         })
     }
 
-    fn route(&self, py: Python<'_>) -> PyResult<Option<Route>> {
+    fn route(&self) -> Result<Option<Route>> {
         // with the ranks of the nodes of the transport
         let routes = [
             ("relay_up", Route::RelayUp),
@@ -132,21 +134,16 @@ impl Config<'_> {
             ("rails_down", Route::RailsDown { node_ranks: 0 }),
             ("once_per_node", Route::OncePerNode { node_ranks: 0 }),
         ];
-        self.route.as_ref().map(|name| choice(py, "route", name, &routes)).transpose()
+        self.route.as_ref().map(|name| choice("route", name, &routes)).transpose()
     }
 }
 
 /// Returns the value of a name.
-pub(crate) fn choice<T: Copy>(
-    py: Python<'_>,
-    argument: &str,
-    name: &str,
-    all: &[(&str, T)],
-) -> PyResult<T> {
-    let found = all.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+pub(crate) fn choice<T: Clone>(argument: &str, name: &str, all: &[(&str, T)]) -> Result<T> {
+    let found = all.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
     found.ok_or_else(|| {
         let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
-        invalid(py, argument, name, format!("one of {}", names.join(", ")))
+        Error::invalid(argument, name, format!("one of {}", names.join(", ")))
     })
 }
 
@@ -163,15 +160,10 @@ fn rows_of(ranks: &[Vec<(i64, i64, u64)>]) -> Vec<Runs> {
 }
 
 /// Reads a time in seconds.
-pub(crate) fn seconds(
-    py: Python<'_>,
-    argument: &str,
-    given: Option<f64>,
-) -> PyResult<Option<Duration>> {
+pub(crate) fn seconds(argument: &str, given: Option<f64>) -> Result<Option<Duration>> {
     let time = given.map(Duration::try_from_secs_f64).transpose();
-    time.map_err(|_| {
-        invalid(py, argument, given.unwrap_or_default(), "a number of seconds, at least 1")
-    })
+    let want = "a number of seconds, at least 1";
+    time.map_err(|_| Error::invalid(argument, given.unwrap_or_default(), want))
 }
 
 /// Lengths of the whole tensors.
@@ -202,52 +194,63 @@ impl From<Lengths> for Dims {
     }
 }
 
-/// Returns the element type of a NumPy name.
-fn dtype(py: Python<'_>, argument: &str, name: &str) -> PyResult<DType> {
-    match name {
-        "float64" => Ok(DType::F64),
-        "float32" => Ok(DType::F32),
-        "bfloat16" => Ok(DType::Bf16),
-        "float16" => Ok(DType::F16),
-        other => Err(invalid(py, argument, other, "float64, float32, bfloat16 or float16")),
-    }
-}
-
 /// Copies what a batch brings: ids as int32, positions and lengths as int64, the mask as bytes.
-pub(crate) fn batch(py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<Batch> {
-    let mask = array(given, "attention_mask")?;
+pub(crate) fn batch(given: &Bound<'_, PyDict>) -> Raises<Batch> {
     Ok(Batch {
-        q_segment_ids: ids(given, "q_segment_ids")?,
-        kv_segment_ids: ids(given, "kv_segment_ids")?,
-        q_positions: positions(given, "q_positions")?,
-        kv_positions: positions(given, "kv_positions")?,
-        attention_mask: mask.map(|mask| dense_mask(py, "attention_mask", mask)).transpose()?,
+        q_segment_ids: rows(given, "q_segment_ids", "i4")?,
+        kv_segment_ids: rows(given, "kv_segment_ids", "i4")?,
+        q_positions: rows(given, "q_positions", "i8")?,
+        kv_positions: rows(given, "kv_positions", "i8")?,
+        attention_mask: array(given, "attention_mask")?
+            .map(|mask| dense_mask(&mask))
+            .transpose()?,
         cum_seqlens_q: lengths(given, "cum_seqlens_q")?,
         cum_seqlens_k: lengths(given, "cum_seqlens_k")?,
     })
 }
 
-fn array<'py>(
-    given: &Bound<'py, PyDict>,
+/// Copies one number per batch row and row.
+fn rows<T: Pod>(
+    given: &Bound<'_, PyDict>,
     name: &'static str,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    Ok(given.get_item(name)?.filter(|array| !array.is_none()))
+    typestr: &str,
+) -> Raises<Option<Array2<T>>> {
+    let Some(array) = array(given, name)? else { return Ok(None) };
+    Ok(Some(array.view_of::<T, Ix2>(typestr)?.to_owned()))
 }
 
-fn ids(given: &Bound<'_, PyDict>, name: &'static str) -> PyResult<Option<Array2<i32>>> {
-    let Some(object) = array(given, name)? else { return Ok(None) };
-    let array = Array::new(name, object)?;
-    Ok(Some(array.view::<i32, Ix2>()?.to_owned()))
+fn lengths(given: &Bound<'_, PyDict>, name: &'static str) -> Raises<Option<Vec<i64>>> {
+    let Some(array) = array(given, name)? else { return Ok(None) };
+    Ok(Some(array.view_of::<i64, Ix1>("i8")?.to_vec()))
 }
 
-fn positions(given: &Bound<'_, PyDict>, name: &'static str) -> PyResult<Option<Array2<i64>>> {
-    let Some(object) = array(given, name)? else { return Ok(None) };
-    let array = Array::new(name, object)?;
-    Ok(Some(array.view::<i64, Ix2>()?.to_owned()))
-}
+/// Name of a backend, and the number of a GPU.
+pub(crate) type PyBackend = (String, Option<usize>);
 
-fn lengths(given: &Bound<'_, PyDict>, name: &'static str) -> PyResult<Option<Vec<i64>>> {
-    let Some(object) = array(given, name)? else { return Ok(None) };
-    let array = Array::new(name, object)?;
-    Ok(Some(array.view::<i64, Ix1>()?.to_vec()))
+/// Opened GPUs. They stay open until the process ends, so that plans share their compiled kernels.
+static GPUS: Mutex<Vec<(BackendName, Option<usize>, AnyBackend)>> = Mutex::new(Vec::new());
+
+/// Process that uses [`GPUS`]: its forked children can use no GPU, and may find the lock taken.
+static HOME: HomeProcess = HomeProcess::unused();
+
+/// Opens a backend. The threads of a CPU rank are `threads`, by default `cores()`.
+pub(crate) fn open_backend(
+    (name, device): &PyBackend,
+    threads: Option<usize>,
+    cores: impl FnOnce() -> usize,
+) -> Result<AnyBackend> {
+    let name: BackendName = name.parse()?;
+    if name == BackendName::Cpu {
+        return AnyBackend::open(name, *device, threads.unwrap_or_else(cores));
+    }
+    HOME.check("a GPU")?;
+    HOME.note();
+    let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    let opened = gpus.iter().find(|(of, number, _)| (of, number) == (&name, device));
+    if let (Some((.., gpu)), None) = (opened, threads) {
+        return Ok(gpu.clone());
+    }
+    let gpu = AnyBackend::open(name, *device, threads.unwrap_or(0))?;
+    gpus.push((name, *device, gpu.clone()));
+    Ok(gpu)
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use annulus::{
-    DType, Dims, Plan, Result, Setup,
+    DType, Dims, Error, Plan, Result, Setup,
     backend::cuda::{
         Cuda,
         device::{CudaCopier, CudaSpace, CudaTensor, Device, Stream, Symbols},
@@ -29,7 +29,8 @@ use pyo3::{
 
 use self::dlpack::{DataType, ManagedTensor, Place, Tensor};
 use crate::{
-    errors::{invalid, raise},
+    array::{ArrayInterface, NATIVE, TYPES, dtype_of, names_of},
+    errors::Raises,
     signals::{Interruptible, Signals},
 };
 
@@ -57,7 +58,6 @@ mod dlpack {
     #[repr(C)]
     #[derive(Clone, Copy, PartialEq, Eq)]
     pub(super) struct DataType {
-        /// 2: IEEE numbers; 4: bfloat16.
         pub(super) code: u8,
         pub(super) bits: u8,
         pub(super) lanes: u16,
@@ -83,25 +83,24 @@ mod dlpack {
     }
 }
 
-/// Element types, with their names, DLPack's types and those of the array interface.
-const TYPES: [(DType, &str, DataType, &str); 4] = [
-    (DType::F64, "float64", DataType { code: 2, bits: 64, lanes: 1 }, "<f8"),
-    (DType::F32, "float32", DataType { code: 2, bits: 32, lanes: 1 }, "<f4"),
-    (DType::F16, "float16", DataType { code: 2, bits: 16, lanes: 1 }, "<f2"),
-    // the array interface has no bfloat16: the package passes its bits
-    (DType::Bf16, "bfloat16", DataType { code: 4, bits: 16, lanes: 1 }, "<u2"),
-];
+impl From<DType> for DataType {
+    fn from(dtype: DType) -> Self {
+        // 2: IEEE numbers; 4: bfloat16
+        let code = if dtype == DType::Bf16 { 4 } else { 2 };
+        Self { code, bits: 8 * dtype.bytes() as u8, lanes: 1 }
+    }
+}
 
 /// An array in the memory of a GPU: a view of another library's, or a result.
 #[pyclass(frozen, module = "annulus")]
 pub(crate) struct DeviceArray {
-    address: u64,
-    dtype: DType,
-    shape: Vec<usize>,
+    pub(crate) address: u64,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
     /// In elements.
     strides: Vec<isize>,
-    read_only: bool,
-    device: usize,
+    pub(crate) read_only: bool,
+    pub(crate) device: usize,
     memory: Memory,
 }
 
@@ -168,9 +167,9 @@ impl DeviceArray {
         stream: usize,
         shape: Vec<usize>,
         dtype: &str,
-    ) -> PyResult<Self> {
-        let (dtype, ..) = *by_name(py, dtype)?;
-        let dims = four(py, "shape", &shape)?;
+    ) -> Raises<Self> {
+        let dtype = dtype_of("dtype", dtype)?;
+        let dims = four("shape", &shape)?;
         let made = py.detach(|| {
             let stream = borrowed_stream(device, stream)?;
             let opened = stream.device().clone();
@@ -184,7 +183,7 @@ impl DeviceArray {
                 Ok(OwnMemory { tensor, stream })
             })
         });
-        let memory = made.map_err(|error| raise(py, &error))?;
+        let memory = made?;
         let address = memory.tensor.as_ref().map_or(0, |tensor| tensor.view().address());
         let strides = dense(&shape);
         let memory = Memory::Own(memory);
@@ -193,21 +192,17 @@ impl DeviceArray {
 
     /// Takes the tensor out of a capsule, which `owner.__dlpack__` has returned.
     #[staticmethod]
-    fn of_dlpack(
-        name: &str,
-        owner: Bound<'_, PyAny>,
-        capsule: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
+    fn of_dlpack(name: &str, owner: Bound<'_, PyAny>, capsule: &Bound<'_, PyAny>) -> Raises<Self> {
         let py = owner.py();
         let object = capsule.as_ptr();
         // SAFETY: the GIL is held; the name is compared before the pointer is used
         let pointer = unsafe {
             if ffi::PyCapsule_IsValid(object, dlpack::FRESH.as_ptr()) == 0 {
-                return Err(invalid(py, name, "no tensor of DLPack", "a new one"));
+                return Err(Error::invalid(name, "no tensor of DLPack", "a new one").into());
             }
             let pointer = ffi::PyCapsule_GetPointer(object, dlpack::FRESH.as_ptr());
             if ffi::PyCapsule_SetName(object, dlpack::USED.as_ptr()) != 0 {
-                return Err(PyErr::fetch(py));
+                return Err(PyErr::fetch(py).into());
             }
             pointer.cast::<ManagedTensor>()
         };
@@ -215,15 +210,15 @@ impl DeviceArray {
         // SAFETY: a capsule of this name has such a tensor
         let Tensor { data, place, axes, dtype, shape, strides, byte_offset } =
             unsafe { &(*pointer).tensor };
-        let known = TYPES.iter().find(|(_, _, known, _)| known == dtype);
+        let known = TYPES.iter().find(|(known, ..)| DataType::from(*known) == *dtype);
         let Some(&(element, ..)) = known else {
             let got = format!("elements of DLPack type {}, {} bits", dtype.code, dtype.bits);
-            return Err(invalid(py, name, got, "floats of 16, 32 or 64 bits"));
+            return Err(Error::invalid(name, got, "floats of 16, 32 or 64 bits").into());
         };
         let device = usize::try_from(place.number);
         let (Ok(device), dlpack::CUDA | dlpack::MANAGED) = (device, place.kind) else {
             let got = format!("memory of DLPack device {}", place.kind);
-            return Err(invalid(py, name, got, "memory of a CUDA GPU"));
+            return Err(Error::invalid(name, got, "memory of a CUDA GPU").into());
         };
         let axes = usize::try_from(*axes).unwrap_or(0);
         let lengths = |from: *const i64| {
@@ -232,7 +227,7 @@ impl DeviceArray {
         };
         let shape: Vec<_> = lengths(*shape).iter().map(|&len| usize::try_from(len)).collect();
         let shape = shape.into_iter().collect::<std::result::Result<Vec<_>, _>>();
-        let shape = shape.map_err(|_| invalid(py, name, "a negative length", "a shape"))?;
+        let shape = shape.map_err(|_| Error::invalid(name, "a negative length", "a shape"))?;
         let strides = if strides.is_null() {
             dense(&shape)
         } else {
@@ -256,45 +251,38 @@ impl DeviceArray {
         owner: Bound<'_, PyAny>,
         device: usize,
         stream: usize,
-    ) -> PyResult<Self> {
+    ) -> Raises<Self> {
         let py = owner.py();
-        let interface = owner.getattr("__cuda_array_interface__")?.cast_into::<PyDict>()?;
-        let field = |key: &str| {
-            interface.get_item(key)?.ok_or_else(|| {
-                invalid(py, name, format!("an array interface without {key}"), "an array")
-            })
+        let ArrayInterface { address, read_only, shape, strides, typestr, dict } =
+            ArrayInterface::read(name, &owner, "__cuda_array_interface__")?;
+        // the interface has no bfloat16
+        let is_float = |known: DType| known != DType::Bf16 && typestr == typestr_of(known);
+        let Some(&(dtype, ..)) = TYPES.iter().find(|(known, ..)| is_float(*known)) else {
+            let (got, want) = (format!("elements {typestr}"), "floats of 16, 32 or 64 bits");
+            return Err(Error::invalid(name, got, want).into());
         };
-        let typestr: String = field("typestr")?.extract()?;
-        let known = TYPES.iter().find(|(.., known)| *known == typestr && *known != "<u2");
-        let Some(&(dtype, ..)) = known else {
-            let want = "floats of 16, 32 or 64 bits";
-            return Err(invalid(py, name, format!("elements {typestr}"), want));
-        };
-        let shape: Vec<usize> = field("shape")?.extract()?;
-        let (address, read_only): (u64, bool) = field("data")?.extract()?;
-        let strides = match interface.get_item("strides")?.filter(|strides| !strides.is_none()) {
+        let size = dtype.bytes().cast_signed();
+        let strides = match strides {
             None => dense(&shape),
-            Some(strides) => {
-                let size = dtype.bytes().cast_signed();
-                let bytes: Vec<isize> = strides.cast_into::<PyTuple>()?.extract()?;
-                if bytes.iter().any(|stride| stride % size != 0) {
-                    let want = format!("multiples of {size}");
-                    return Err(invalid(py, name, format!("strides {bytes:?}"), want));
-                }
-                bytes.into_iter().map(|stride| stride / size).collect()
+            Some(bytes) if bytes.iter().any(|stride| stride % size != 0) => {
+                let (got, want) = (format!("strides {bytes:?}"), format!("multiples of {size}"));
+                return Err(Error::invalid(name, got, want).into());
             }
+            Some(bytes) => bytes.into_iter().map(|stride| stride / size).collect(),
         };
         if strides.len() != shape.len() {
-            return Err(invalid(py, name, format!("{} strides", strides.len()), "one per axis"));
+            let got = format!("{} strides", strides.len());
+            return Err(Error::invalid(name, got, "one per axis").into());
         }
-        if interface.get_item("mask")?.is_some_and(|mask| !mask.is_none()) {
-            return Err(invalid(py, name, "a masked array", "one without a mask"));
+        if dict.get_item("mask")?.is_some_and(|mask| !mask.is_none()) {
+            return Err(Error::invalid(name, "a masked array", "one without a mask").into());
         }
-        let theirs = interface.get_item("stream")?.filter(|stream| !stream.is_none());
+        let theirs = dict.get_item("stream")?.filter(|stream| !stream.is_none());
         if let Some(theirs) = theirs {
             let theirs: usize = theirs.extract()?;
-            py.detach(|| order(device, theirs, stream)).map_err(|error| raise(py, &error))?;
+            py.detach(|| order(device, theirs, stream))?;
         }
+        let address = address as u64;
         let memory = Memory::Lent { _tensor: None, owner: owner.unbind() };
         Ok(Self { address, dtype, shape, strides, read_only, device, memory })
     }
@@ -308,7 +296,7 @@ impl DeviceArray {
     /// Name of the element type.
     #[getter]
     fn dtype(&self) -> &'static str {
-        of_type(self.dtype).1
+        names_of(self.dtype).0
     }
 
     /// Number of the GPU.
@@ -333,13 +321,11 @@ impl DeviceArray {
             return Err(PyAttributeError::new_err("the array interface has no bfloat16"));
         }
         let interface = PyDict::new(py);
-        let size = self.dtype.bytes().cast_signed();
-        let strides: Vec<_> = self.strides.iter().map(|stride| stride * size).collect();
         interface.set_item("version", 3)?;
         interface.set_item("shape", PyTuple::new(py, &self.shape)?)?;
-        interface.set_item("typestr", of_type(self.dtype).3)?;
+        interface.set_item("typestr", typestr_of(self.dtype))?;
         interface.set_item("data", (self.address, self.read_only))?;
-        interface.set_item("strides", PyTuple::new(py, strides)?)?;
+        interface.set_item("strides", PyTuple::new(py, self.byte_strides())?)?;
         let stream = match &self.memory {
             // 0 is not a number of the interface; 1 is the default stream
             Memory::Own(own) => Some(own.stream.handle().addr().max(1)),
@@ -363,25 +349,24 @@ impl DeviceArray {
         max_version: Option<(u32, u32)>,
         dl_device: Option<(i32, usize)>,
         copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    ) -> Raises<Bound<'py, PyAny>> {
         // a tensor before version 1.0 is one that every version reads
         let _ = max_version;
         let py = this.py();
         let array = this.get();
         if copy == Some(true) {
-            return Err(PyBufferError::new_err("a DeviceArray is lent, not copied"));
+            return Err(PyBufferError::new_err("a DeviceArray is lent, not copied").into());
         }
         if dl_device.is_some_and(|device| device != array.__dlpack_device__()) {
-            return Err(PyBufferError::new_err("a DeviceArray stays on its GPU"));
+            return Err(PyBufferError::new_err("a DeviceArray stays on its GPU").into());
         }
         if let (Memory::Own(own), Some(theirs)) =
             (&array.memory, usize::try_from(stream.unwrap_or(1)).ok())
         {
-            let ordered = py.detach(|| {
+            py.detach(|| {
                 let device = own.stream.device();
                 device.with_context_restored(|| wait_for(device, &own.stream, theirs))
-            });
-            ordered.map_err(|error| raise(py, &error))?;
+            })?;
         }
         let lent = Lent::of(this);
         // SAFETY: the capsule owns the tensor until somebody takes it; the destructor frees it if
@@ -392,40 +377,24 @@ impl DeviceArray {
             if capsule.is_null() {
                 give_back(lent);
             }
-            Bound::from_owned_ptr_or_err(py, capsule)
+            Ok(Bound::from_owned_ptr_or_err(py, capsule)?)
         }
     }
 
     fn __repr__(&self) -> String {
-        format!("DeviceArray({:?}, {}, GPU {})", self.shape, of_type(self.dtype).1, self.device)
+        format!("DeviceArray({:?}, {}, GPU {})", self.shape, self.dtype(), self.device)
     }
 }
 
 impl DeviceArray {
-    pub(crate) const fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(crate) fn lengths(&self) -> &[usize] {
-        &self.shape
-    }
-
     /// Strides in bytes.
     pub(crate) fn byte_strides(&self) -> Vec<isize> {
         self.strides.iter().map(|stride| stride * self.dtype.bytes().cast_signed()).collect()
     }
 
     /// Element type in the array interface protocol; that of its bits for bfloat16.
-    pub(crate) fn typestr(&self) -> &'static str {
-        of_type(self.dtype).3
-    }
-
-    pub(crate) const fn is_read_only(&self) -> bool {
-        self.read_only
-    }
-
-    pub(crate) const fn number(&self) -> usize {
-        self.device
+    pub(crate) fn typestr(&self) -> String {
+        typestr_of(self.dtype)
     }
 }
 
@@ -448,7 +417,7 @@ impl Lent {
                     data: ptr::with_exposed_provenance_mut(own.address as usize),
                     place: Place { kind: dlpack::CUDA, number: own.device as i32 },
                     axes: own.shape.len() as i32,
-                    dtype: of_type(own.dtype).2,
+                    dtype: own.dtype.into(),
                     shape: ptr::null_mut(),
                     strides: ptr::null_mut(),
                     byte_offset: 0,
@@ -490,16 +459,9 @@ unsafe extern "C" fn give_up_capsule(capsule: *mut ffi::PyObject) {
     }
 }
 
-fn of_type(dtype: DType) -> &'static (DType, &'static str, DataType, &'static str) {
-    TYPES.iter().find(|(known, ..)| *known == dtype).unwrap_or(&TYPES[1])
-}
-
-fn by_name<'a>(
-    py: Python<'_>,
-    name: &str,
-) -> PyResult<&'a (DType, &'static str, DataType, &'static str)> {
-    let known = TYPES.iter().find(|(_, known, ..)| *known == name);
-    known.ok_or_else(|| invalid(py, "dtype", name, "float64, float32, bfloat16 or float16"))
+/// Element type in the array interface protocol; that of its bits for bfloat16.
+fn typestr_of(dtype: DType) -> String {
+    format!("{NATIVE}{}", names_of(dtype).1)
 }
 
 /// Strides of a dense array, in elements.
@@ -512,10 +474,10 @@ fn dense(shape: &[usize]) -> Vec<isize> {
 }
 
 /// Appends axes of length 1, up to four.
-fn four(py: Python<'_>, name: &str, shape: &[usize]) -> PyResult<[usize; 4]> {
+fn four(name: &str, shape: &[usize]) -> Result<[usize; 4]> {
     let mut four = [1; 4];
     let Some(first) = four.get_mut(..shape.len()) else {
-        return Err(invalid(py, name, format!("{} axes", shape.len()), "at most 4"));
+        return Err(Error::invalid(name, format!("{} axes", shape.len()), "at most 4"));
     };
     first.copy_from_slice(shape);
     Ok(four)

@@ -11,7 +11,7 @@ use annulus::{
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use crate::errors::raise;
+use crate::errors::Raises;
 
 /// A duplicate of a communicator.
 #[pyclass(frozen, module = "annulus._annulus")]
@@ -23,10 +23,10 @@ impl Endpoint {
     ///
     /// The caller has compared `mpi_library` with the MPI of the communicator.
     #[staticmethod]
-    fn over_mpi(py: Python<'_>, communicator: i32) -> PyResult<Self> {
+    fn over_mpi(py: Python<'_>, communicator: i32) -> Raises<Self> {
         // the package has made the ranks agree on it within their deadline
-        let made = py.detach(|| over_communicator(communicator, Timeout::unlimited()));
-        made.map(|made| Self(Mutex::new(Some(made)))).map_err(|error| raise(py, &error))
+        let made = py.detach(|| over_communicator(communicator, Timeout::unlimited()))?;
+        Ok(Self(Mutex::new(Some(made))))
     }
 
     /// Drops this handle. Plans and caches over the endpoint live on. Does nothing in a forked
@@ -48,17 +48,16 @@ pub(crate) enum Carrier {
 
 impl Carrier {
     /// Reads an `Endpoint`, of which it makes a further handle, or the number of a communicator.
-    pub(crate) fn read(given: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub(crate) fn read(given: &Bound<'_, PyAny>) -> Raises<Self> {
         let Ok(endpoint) = given.cast::<Endpoint>() else {
             return Ok(Self::Communicator(given.extract()?));
         };
-        mpi::check_process().map_err(|error| raise(given.py(), &error))?;
+        mpi::check_process()?;
         let endpoint = endpoint.get().0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(endpoint) = endpoint.as_ref() else {
-            return Err(PyRuntimeError::new_err("the endpoint is closed"));
+            return Err(PyRuntimeError::new_err("the endpoint is closed").into());
         };
-        let shared = endpoint.share().map_err(|error| raise(given.py(), &error))?;
-        Ok(Self::Shared(Box::new(shared)))
+        Ok(Self::Shared(Box::new(endpoint.share()?)))
     }
 
     /// Returns the transport of this process's rank. The other ranks make it within the deadline of

@@ -3,9 +3,34 @@
 use annulus::Error;
 use pyo3::prelude::*;
 
+/// An exception: of Python, or of an error of annulus.
+#[derive(Debug)]
+pub(crate) struct Raised(PyErr);
+
+/// Result of a function that Python calls.
+pub(crate) type Raises<T> = Result<T, Raised>;
+
+impl From<PyErr> for Raised {
+    fn from(error: PyErr) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Error> for Raised {
+    fn from(error: Error) -> Self {
+        Python::attach(|py| Self(exception(py, &error)))
+    }
+}
+
+impl From<Raised> for PyErr {
+    fn from(raised: Raised) -> Self {
+        raised.0
+    }
+}
+
 /// Builds the exception of an error: its class, message, stable code and, where there is one, the
 /// argument's name.
-pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let argument = match error {
         Error::InvalidArgument { argument, .. } => Some(argument.as_str()),
         _ => None,
@@ -18,14 +43,4 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Ok(exception) => PyErr::from_value(exception),
         Err(failed) => failed,
     }
-}
-
-/// Builds the exception of an argument without meaning.
-pub(crate) fn invalid(
-    py: Python<'_>,
-    argument: &str,
-    got: impl ToString,
-    want: impl ToString,
-) -> PyErr {
-    raise(py, &Error::invalid(argument, got, want))
 }

@@ -3,9 +3,8 @@
 //! | file | content |
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
-//! | `backend.rs` | the backend of a plan, by name |
 //! | `cache.rs` | the class `Cache` |
-//! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
+//! | `config.rs` | parameters of an attention and of a plan, from `annulus/_attention.py`; backends |
 //! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
 //! | `endpoint.rs` | the class `Endpoint` |
 //! | `errors.rs` | annulus errors as Python exceptions |
@@ -19,7 +18,6 @@
 //! and converts arrays; this module checks again whatever memory safety depends on.
 
 mod array;
-mod backend;
 mod cache;
 mod config;
 #[cfg(feature = "cuda")]
@@ -40,6 +38,9 @@ mod xla;
 mod _annulus {
     use annulus::backend::BackendName;
     use pyo3::prelude::*;
+
+    #[cfg(feature = "mpi")]
+    use super::errors::Raises;
 
     #[pymodule_export]
     use super::cache::Cache;
@@ -81,10 +82,8 @@ mod _annulus {
     /// initialised. mpi4py initialises and finalises it, never this module.
     #[cfg(feature = "mpi")]
     #[pyfunction]
-    fn mpi_library(py: Python<'_>) -> PyResult<(String, bool)> {
-        let library = annulus::comm::mpi::library();
-        let library = library.map_err(|error| super::errors::raise(py, &error))?;
-        Ok((library, annulus::comm::mpi::is_alive()))
+    fn mpi_library() -> Raises<(String, bool)> {
+        Ok((annulus::comm::mpi::library()?, annulus::comm::mpi::is_alive()))
     }
 
     /// Fails in a process that was forked from one with MPI: calls of MPI there would disturb the
@@ -92,10 +91,9 @@ mod _annulus {
     /// mpi4py, so that this module knows of an MPI that it has not used yet.
     #[cfg(feature = "mpi")]
     #[pyfunction]
-    fn check_mpi_process(py: Python<'_>) -> PyResult<()> {
+    fn check_mpi_process() -> Raises<()> {
         // it records the process of an MPI that is alive
         annulus::comm::mpi::is_alive();
-        let checked = annulus::comm::mpi::check_process();
-        checked.map_err(|error| super::errors::raise(py, &error))
+        Ok(annulus::comm::mpi::check_process()?)
     }
 }

@@ -16,7 +16,7 @@ use annulus::{
 };
 use pyo3::{exceptions::PyTypeError, prelude::*};
 
-use crate::{array::Array, errors::raise};
+use crate::{array::Array, errors::Raises};
 
 /// A function of Python's that kernels call, and the first exception that it raised.
 pub(crate) struct Callback {
@@ -98,21 +98,12 @@ impl annulus::bias::BiasFunction for BiasOfPositions {
 /// A mask over positions. `a & b` and `a | b` combine masks.
 #[pyclass(frozen, weakref, module = "annulus._annulus")]
 pub(crate) struct Mask {
-    mask: SharedMask,
-    callbacks: Vec<Arc<Callback>>,
+    pub(crate) mask: SharedMask,
+    /// Functions of Python's in it.
+    pub(crate) callbacks: Vec<Arc<Callback>>,
 }
 
 impl Mask {
-    /// Returns the mask for a plan.
-    pub(crate) fn shared(&self) -> SharedMask {
-        Arc::clone(&self.mask)
-    }
-
-    /// Returns the functions of Python's in it.
-    pub(crate) fn callbacks(&self) -> &[Arc<Callback>] {
-        &self.callbacks
-    }
-
     fn of(mask: impl Visibility) -> Self {
         Self { mask: Arc::new(mask), callbacks: Vec::new() }
     }
@@ -151,15 +142,14 @@ impl Mask {
 
     /// `visible` holds one byte for each pair, 0 if it is masked.
     #[staticmethod]
-    fn dense(visible: Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = visible.py();
-        Ok(Self::of(Dense(Arc::new(dense_mask(py, "mask", visible)?))))
+    fn dense(visible: Bound<'_, PyAny>) -> Raises<Self> {
+        Ok(Self::of(Dense(Arc::new(dense_mask(&Array::new("mask", visible)?)?))))
     }
 
     #[staticmethod]
     fn per_head(masks: Vec<PyRef<'_, Self>>) -> Self {
         let callbacks = masks.iter().flat_map(|mask| mask.callbacks.clone()).collect();
-        let masks = masks.iter().map(|mask| mask.shared()).collect();
+        let masks = masks.iter().map(|mask| Arc::clone(&mask.mask)).collect();
         Self { mask: Arc::new(PerHead(masks)), callbacks }
     }
 
@@ -172,12 +162,18 @@ impl Mask {
 
     fn __and__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
         let other = operand(other)?;
-        Ok(Self { mask: and(self.shared(), other.shared()), callbacks: self.both(&other) })
+        Ok(Self {
+            mask: and(Arc::clone(&self.mask), Arc::clone(&other.mask)),
+            callbacks: self.both(&other),
+        })
     }
 
     fn __or__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
         let other = operand(other)?;
-        Ok(Self { mask: or(self.shared(), other.shared()), callbacks: self.both(&other) })
+        Ok(Self {
+            mask: or(Arc::clone(&self.mask), Arc::clone(&other.mask)),
+            callbacks: self.both(&other),
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -204,20 +200,9 @@ fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
 /// A bias that is computed from positions.
 #[pyclass(frozen, weakref, module = "annulus._annulus")]
 pub(crate) struct BiasFunction {
-    function: Arc<dyn annulus::bias::BiasFunction>,
-    callbacks: Vec<Arc<Callback>>,
-}
-
-impl BiasFunction {
-    /// Returns the function for a plan.
-    pub(crate) fn shared(&self) -> Arc<dyn annulus::bias::BiasFunction> {
-        Arc::clone(&self.function)
-    }
-
-    /// Returns the functions of Python's in it.
-    pub(crate) fn callbacks(&self) -> &[Arc<Callback>] {
-        &self.callbacks
-    }
+    pub(crate) function: Arc<dyn annulus::bias::BiasFunction>,
+    /// Functions of Python's in it.
+    pub(crate) callbacks: Vec<Arc<Callback>>,
 }
 
 #[pymethods]
@@ -254,14 +239,9 @@ impl BiasFunction {
 }
 
 /// Packs an array of bytes, one for each pair, into bits.
-pub(crate) fn dense_mask(
-    py: Python<'_>,
-    name: &'static str,
-    visible: Bound<'_, PyAny>,
-) -> PyResult<DenseMask> {
-    let array = Array::new(name, visible)?;
-    let view = array.view::<u8, Ix4>()?;
+pub(crate) fn dense_mask(visible: &Array<'_>) -> Raises<DenseMask> {
+    let view = visible.view_of::<u8, Ix4>("u1")?;
     let shape = view.dim().into();
-    py.detach(|| DenseMask::try_from_fn(shape, |index| view[index] != 0))
-        .map_err(|error| raise(py, &error))
+    let packed = || DenseMask::try_from_fn(shape, |index| view[index] != 0);
+    Ok(Python::attach(|py| py.detach(packed))?)
 }

@@ -1,7 +1,7 @@
 //! The checked options of an attention and a plan, and the setters of the simple ones.
 //! Written from options.toml by `cargo xtask options`.
 
-use annulus::{Alignment, Attention, BackwardMode, BiasOrder, Division, Precision, Runtime};
+use annulus::{Alignment, Attention, BackwardMode, BiasOrder, Division, Precision, Result, Runtime};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
@@ -75,33 +75,33 @@ const BACKWARD_MODES: [(&str, BackwardMode); 2] = [
 
 impl Config<'_> {
     /// Sets the options of mathematics whose form is that of all languages.
-    pub(crate) fn set_mathematics(&self, py: Python<'_>, builder: Attention) -> PyResult<Attention> {
+    pub(crate) fn set_mathematics(&self, builder: Attention) -> Result<Attention> {
         Ok(builder
             .causal(self.causal)
             .attention_sink_size(self.attention_sink_size)
             .chunk_size(self.chunk_size)
             .prefix_len(self.prefix_len)
-            .align(choice(py, "alignment", &self.alignment, &ALIGNMENTS)?)
-            .bias_order(choice(py, "bias_order", &self.bias_order, &BIAS_ORDERS)?)
+            .align(choice("alignment", &self.alignment, &ALIGNMENTS)?)
+            .bias_order(choice("bias_order", &self.bias_order, &BIAS_ORDERS)?)
             .unnormalized(!self.normalize_output)
             .softmax_scale(self.softmax_scale)
             .logits_soft_cap(self.logits_soft_cap)
-            .precision(choice(py, "precision", &self.precision, &PRECISIONS)?)
-            .backward_mode(choice(py, "backward_mode", &self.backward_mode, &BACKWARD_MODES)?)
+            .precision(choice("precision", &self.precision, &PRECISIONS)?)
+            .backward_mode(choice("backward_mode", &self.backward_mode, &BACKWARD_MODES)?)
             .forward_only(self.forward_only)
             .local_gradients(self.local_gradients)
             .reproducible(self.reproducible))
     }
 
     /// Sets the options of division whose form is that of all languages.
-    pub(crate) fn set_division(&self, _py: Python<'_>, builder: Division) -> PyResult<Division> {
+    pub(crate) fn set_division(&self, builder: Division) -> Result<Division> {
         Ok(builder.kv_block_size(self.kv_block_size).receive_ahead(self.receive_ahead))
     }
 
     /// Sets the options of runtime whose form is that of all languages.
-    pub(crate) fn set_runtime(&self, py: Python<'_>, builder: Runtime) -> PyResult<Runtime> {
+    pub(crate) fn set_runtime(&self, builder: Runtime) -> Result<Runtime> {
         Ok(builder
-            .deadline(seconds(py, "deadline", self.deadline)?)
-            .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?))
+            .deadline(seconds("deadline", self.deadline)?)
+            .arrival_deadline(seconds("arrival_deadline", self.arrival_deadline)?))
     }
 }

@@ -2,17 +2,15 @@
 
 use std::{num::NonZero, sync::Arc, thread};
 
-#[cfg(feature = "cuda")]
-use annulus::backend::cuda::device::{CudaView, CudaViewMut};
 use annulus::{
-    BackwardViewMut, Batch, DType, Dims, Element, ForwardView, ForwardViewMut, Layout, LocalRing,
-    Report, Tensors,
-    ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
-    planning::Runs,
+    BackwardViewMut, Batch, DType, Dims, Element, Error, ForwardView, ForwardViewMut, Layout,
+    LocalRing, Report, Result, Setup, Tensors, planning::Runs,
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;
-use annulus_core::Side;
+#[cfg(feature = "cuda")]
+use annulus_core::{BackwardInputs, max_and_sum};
+use annulus_core::{Gradients, Inputs, Outputs, Side};
 use annulus_plan::Choice;
 use pyo3::{prelude::*, types::PyDict};
 
@@ -21,13 +19,12 @@ use crate::device::DevicePlan;
 #[cfg(feature = "mpi")]
 use crate::endpoint::Carrier;
 use crate::{
-    array::{Array, Outputs, Plain},
-    backend::{self, PyBackend},
-    config::{Lengths, batch},
-    errors::{invalid, raise},
+    array::{Array, array, check_outputs, needed, view, view_mut},
+    config::{Lengths, PyBackend, batch, open_backend},
+    errors::Raises,
     option_fields::Config,
     session::{Session, by_dtype},
-    signals::Interruptible,
+    signals::{Interruptible, Signals},
 };
 
 /// The ranks that a plan has in this process.
@@ -82,19 +79,15 @@ impl Plan {
         ranks: usize,
         backend: PyBackend,
         threads: Option<usize>,
-    ) -> PyResult<Self> {
-        let (setup, callbacks) = config.setup(py)?;
-        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let session = Session::new("plan", callbacks, ranks > 1);
-        let signals = session.signals();
-        let ring = session.run(py, || {
-            let backend = backend::open(&backend, threads, || machine_threads(ranks))?;
+    ) -> Raises<Self> {
+        Self::new(py, &config, lengths, ranks > 1, |setup, dims, signals| {
+            let backend = open_backend(&backend, threads, || machine_threads(ranks))?;
             let setup = setup.map_runtime(|runtime| runtime.backend(backend));
-            LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+            let ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
                 annulus::Plan::new(setup, dims, Interruptible::new(endpoint, Arc::clone(signals)))
-            })
-        })?;
-        Ok(Self { session: session.filled(Engine::Local(ring)), dtype })
+            })?;
+            Ok(Engine::Local(ring))
+        })
     }
 
     /// Plans this process as one rank of the ring over a communicator, named as Fortran names it,
@@ -110,23 +103,18 @@ impl Plan {
         communicator: &Bound<'_, PyAny>,
         backend: PyBackend,
         threads: Option<usize>,
-    ) -> PyResult<Self> {
+    ) -> Raises<Self> {
         // first: all ranks share an endpoint in the same order
         let carrier = Carrier::read(communicator)?;
-        let (setup, callbacks) = config.setup(py)?;
-        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let session = Session::new("plan", callbacks, false);
-        let signals = session.signals();
-        let plan = session.run(py, || {
+        Self::new(py, &config, lengths, false, |setup, dims, signals| {
             let mut endpoint = carrier.open(&setup.runtime)?;
             let backend =
-                backend::open(&backend, threads, || machine_threads(node_ranks(&endpoint)));
+                open_backend(&backend, threads, || machine_threads(node_ranks(&endpoint)));
             let backend = backend.inspect_err(|error| endpoint.abort(error))?;
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
             let setup = setup.map_runtime(|runtime| runtime.backend(backend));
-            annulus::Plan::new(setup, dims, endpoint)
-        })?;
-        Ok(Self { session: session.filled(Engine::Rank(plan)), dtype })
+            Ok(Engine::Rank(annulus::Plan::new(setup, dims, endpoint)?))
+        })
     }
 
     /// Plans a ring of one rank on arrays in the memory of GPU `on.0`, in stream `on.1` of it.
@@ -137,17 +125,12 @@ impl Plan {
         config: Config<'_>,
         lengths: Lengths,
         on: (usize, usize),
-    ) -> PyResult<Self> {
-        let (setup, callbacks) = config.setup(py)?;
-        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let session = Session::new("plan", callbacks, false);
-        let signals = session.signals();
-        let plan = session.run(py, || {
+    ) -> Raises<Self> {
+        Self::new(py, &config, lengths, false, |setup, dims, signals| {
             let alone = annulus::comm::threads::ring(1).pop();
-            let alone = alone.ok_or_else(|| annulus::Error::internal("a ring of no rank"))?;
-            DevicePlan::new(&setup, dims, on, alone, signals)
-        })?;
-        Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
+            let alone = alone.ok_or_else(|| Error::internal("a ring of no rank"))?;
+            Ok(Engine::Device(Box::new(DevicePlan::new(&setup, dims, on, alone, signals)?)))
+        })
     }
 
     /// Plans this process as one rank over a communicator, on arrays in the memory of a GPU.
@@ -159,40 +142,36 @@ impl Plan {
         lengths: Lengths,
         communicator: &Bound<'_, PyAny>,
         on: (usize, usize),
-    ) -> PyResult<Self> {
+    ) -> Raises<Self> {
         // first: all ranks share an endpoint in the same order
         let carrier = Carrier::read(communicator)?;
-        let (setup, callbacks) = config.setup(py)?;
-        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
-        let session = Session::new("plan", callbacks, false);
-        let signals = session.signals();
-        let plan = session.run(py, || {
-            DevicePlan::new(&setup, dims, on, carrier.open(&setup.runtime)?, signals)
-        })?;
-        Ok(Self { session: session.filled(Engine::Device(Box::new(plan))), dtype })
+        Self::new(py, &config, lengths, false, |setup, dims, signals| {
+            let endpoint = carrier.open(&setup.runtime)?;
+            Ok(Engine::Device(Box::new(DevicePlan::new(&setup, dims, on, endpoint, signals)?)))
+        })
     }
 
     /// Adapts the plan to a batch.
-    fn update(&self, py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<()> {
-        let batch: Batch = batch(py, given)?;
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
-        self.session.run(py, || match engine {
-            Engine::Local(ring) => ring.update(&batch),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.update(&batch),
-            #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.run(|plan| plan.update(&batch)),
+    fn update(&self, py: Python<'_>, given: &Bound<'_, PyDict>) -> Raises<()> {
+        let batch: Batch = batch(given)?;
+        self.session.with(|engine| {
+            self.session.run(py, || match engine {
+                Engine::Local(ring) => ring.update(&batch),
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.update(&batch),
+                #[cfg(feature = "cuda")]
+                Engine::Device(rank) => rank.run(|plan| plan.update(&batch)),
+            })
         })
     }
 
     /// Computes out and lse. `arrays` names inputs and outputs.
-    fn forward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
+    fn forward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> Raises<Vec<PyReport>> {
         by_dtype!(self.dtype, T => self.forward_of::<T>(py, arrays))
     }
 
     /// Computes gradients. `arrays` names inputs and outputs.
-    fn backward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
+    fn backward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> Raises<Vec<PyReport>> {
         by_dtype!(self.dtype, T => self.backward_of::<T>(py, arrays))
     }
 
@@ -203,7 +182,7 @@ impl Plan {
 
     /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
     /// do not wait. Does nothing if the call has reached the ring.
-    fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
+    fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> Raises<()> {
         self.session.refuse(py, [argument, got, want], |engine, why| match engine {
             // the ranks of this process have not been called
             Engine::Local(_) => drop(why),
@@ -216,42 +195,49 @@ impl Plan {
     }
 
     /// Global query rows of this process.
-    fn q_rows(&self, py: Python<'_>) -> PyResult<PyRuns> {
-        self.rows(py, Side::Q)
+    fn q_rows(&self) -> Raises<PyRuns> {
+        self.session.with(|engine| {
+            Ok(match engine {
+                Engine::Local(ring) => all_rows(ring.plan().spec().dims.q_len),
+                #[cfg(any(feature = "mpi", feature = "cuda"))]
+                rank => of_plan!(rank, plan => spelled_runs(plan.q_rows())),
+            })
+        })
     }
 
     /// Global key rows of this process.
-    fn kv_rows(&self, py: Python<'_>) -> PyResult<PyRuns> {
-        self.rows(py, Side::Kv)
+    fn kv_rows(&self) -> Raises<PyRuns> {
+        self.session.with(|engine| {
+            Ok(match engine {
+                Engine::Local(ring) => all_rows(ring.plan().spec().dims.kv_len),
+                #[cfg(any(feature = "mpi", feature = "cuda"))]
+                rank => of_plan!(rank, plan => spelled_runs(plan.kv_rows())),
+            })
+        })
     }
 
     /// Rank, number of ranks, layout, strategy.
-    fn ring(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, String)> {
-        let guard = self.session.lock(py)?;
-        Ok(of_plan!(self.session.opened(guard.as_ref())?, plan => {
-            (plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string())
-        }))
+    fn ring(&self) -> Raises<(usize, usize, &'static str, String)> {
+        self.session.with(|engine| {
+            Ok(of_plan!(engine, plan => {
+                (plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string())
+            }))
+        })
     }
 
     /// Fingerprint of the arithmetic.
-    fn numerics(&self, py: Python<'_>) -> PyResult<String> {
-        let guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_ref())?;
-        Ok(of_plan!(engine, plan => plan.numerics().to_owned()))
+    fn numerics(&self) -> Raises<String> {
+        self.session.with(|engine| Ok(of_plan!(engine, plan => plan.numerics().to_owned())))
     }
 
     /// True if passes may run on another thread than this one.
-    fn any_thread(&self, py: Python<'_>) -> PyResult<bool> {
-        let guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_ref())?;
-        Ok(of_plan!(engine, plan => plan.any_thread()))
+    fn any_thread(&self) -> Raises<bool> {
+        self.session.with(|engine| Ok(of_plan!(engine, plan => plan.any_thread())))
     }
 
     /// True if a backward pass reads the rounding residual of out, which a forward pass writes.
-    fn has_out_residual(&self, py: Python<'_>) -> PyResult<bool> {
-        let guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_ref())?;
-        Ok(of_plan!(engine, plan => plan.has_out_residual()))
+    fn has_out_residual(&self) -> Raises<bool> {
+        self.session.with(|engine| Ok(of_plan!(engine, plan => plan.has_out_residual())))
     }
 
     /// Ends the pass that another thread runs, if it has reached the ring.
@@ -260,348 +246,194 @@ impl Plan {
     }
 
     /// Mask, ranks, layout, route, hops and bytes.
-    fn describe(&self, py: Python<'_>) -> PyResult<String> {
-        let guard = self.session.lock(py)?;
-        Ok(match self.session.opened(guard.as_ref())? {
-            Engine::Local(ring) => ring.to_string(),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.to_string(),
-            #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.plan().to_string(),
+    fn describe(&self) -> Raises<String> {
+        self.session.with(|engine| {
+            Ok(match engine {
+                Engine::Local(ring) => ring.to_string(),
+                #[cfg(any(feature = "mpi", feature = "cuda"))]
+                rank => of_plan!(rank, plan => plan.to_string()),
+            })
         })
     }
 
     /// Frees the plan. Over MPI it waits a second at most for the other ranks to do the same.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    fn close(&self, py: Python<'_>) -> Raises<()> {
         self.session.close(py)
     }
 }
 
 impl Plan {
-    /// Rows as runs of start, step and count: all rows of a ring in this process.
-    fn rows(&self, py: Python<'_>, side: Side) -> PyResult<PyRuns> {
-        let guard = self.session.lock(py)?;
-        let rows = match self.session.opened(guard.as_ref())? {
-            Engine::Local(ring) => {
-                let Dims { q_len, kv_len, .. } = ring.plan().spec().dims;
-                Runs::counting(0, if side == Side::Q { q_len } else { kv_len } as u64)
-            }
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) if side == Side::Q => plan.q_rows().clone(),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.kv_rows().clone(),
-            #[cfg(feature = "cuda")]
-            Engine::Device(rank) if side == Side::Q => rank.plan().q_rows().clone(),
-            #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.plan().kv_rows().clone(),
-        };
-        Ok(spelled_runs(&rows))
+    /// Makes a plan, whose engine `make` returns. `elsewhere`: its ranks are threads of their own.
+    fn new(
+        py: Python<'_>,
+        config: &Config<'_>,
+        lengths: Lengths,
+        elsewhere: bool,
+        make: impl FnOnce(Setup, Dims, &Arc<Signals>) -> Result<Engine> + Send,
+    ) -> Raises<Self> {
+        let (setup, callbacks) = config.setup()?;
+        let (dtype, dims) = (config.element()?, Dims::from(lengths));
+        let make = |signals: &Arc<Signals>| make(setup, dims, signals);
+        Ok(Self { session: Session::new(py, "plan", callbacks, elsewhere, make)?, dtype })
     }
 
-    fn forward_of<T>(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>>
-    where
-        T: Element + Plain,
-        T::Accumulator: Plain,
-    {
-        let inputs = Inputs::read(arrays)?;
-        let outputs = Statistics::read(arrays)?;
-        Outputs(outputs.all()).check(&inputs.all())?;
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
-        #[cfg(feature = "cuda")]
-        if let Engine::Device(rank) = engine {
-            let number = rank.number();
-            let given = inputs.on_device::<T>(number)?;
-            // SAFETY: `check` has accepted the arrays, and each is viewed once
-            let mut views = unsafe { outputs.on_device::<T>(number)? };
-            let run = || rank.run(|plan| plan.forward_in_place(given, &mut views));
-            return Ok(vec![spelled(&self.session.run(py, run)?)]);
-        }
-        let tensors = inputs.tensors::<T>()?;
-        // SAFETY: `check` has accepted the arrays, and each is viewed once
-        let views = unsafe {
-            ForwardViewMut {
-                out: outputs.out.view_mut::<T, Ix4>()?,
-                lse: outputs.lse.view_mut::<T::Accumulator, Ix3>()?,
-                max: view_mut(&outputs.max)?,
-                sum: view_mut(&outputs.sum)?,
-                ties: view_mut(&outputs.ties)?,
-                out_residual: view_mut::<T, Ix4>(&outputs.out_residual)?,
-            }
-        };
-        let reports = self.session.run(py, || match engine {
-            Engine::Local(ring) => ring.forward_into(&tensors, views).map(<[_]>::to_vec),
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
+    fn forward_of<T: Element>(
+        &self,
+        py: Python<'_>,
+        arrays: &Bound<'_, PyDict>,
+    ) -> Raises<Vec<PyReport>> {
+        let (inputs, outputs) = (inputs(arrays)?, outputs(arrays)?);
+        let read: Vec<_> = inputs.as_ref().into_tensors().collect();
+        let written: Vec<_> = outputs.as_ref().into_tensors().collect();
+        check_outputs(&written, &read)?;
+        self.session.with(|engine| {
             #[cfg(feature = "cuda")]
-            Engine::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
-        })?;
-        Ok(reports.iter().map(spelled).collect())
-    }
-
-    fn backward_of<T>(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>>
-    where
-        T: Element + Plain,
-        T::Accumulator: Plain,
-    {
-        let inputs = Inputs::read(arrays)?;
-        let forward = Statistics::read(arrays)?;
-        let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
-        let names = ["dq", "dk", "dv"].map(|name| needed(arrays, name));
-        let [dq, dk, dv] = names;
-        let (dq, dk, dv) = (dq?, dk?, dv?);
-        let (dbias, dsinks) = (array(arrays, "dbias")?, array(arrays, "dsoftmax_aux")?);
-        let mut read = inputs.all();
-        read.extend(forward.all());
-        read.push(&dout);
-        read.extend(&dlse);
-        let mut written = vec![&dq, &dk, &dv];
-        written.extend(&dbias);
-        written.extend(&dsinks);
-        Outputs(written).check(&read)?;
-        let mut guard = self.session.lock(py)?;
-        let engine = self.session.opened(guard.as_mut())?;
-        #[cfg(feature = "cuda")]
-        if let Engine::Device(rank) = engine {
-            let on = rank.number();
-            let given = inputs.on_device::<T>(on)?;
-            let out = forward.out.device_view::<T>(on)?;
-            let lse = forward.lse.device_view::<T::Accumulator>(on)?;
-            let [max, sum, ties, dlse] = [&forward.max, &forward.sum, &forward.ties, &dlse]
-                .map(|array| device_view::<T::Accumulator>(array, on));
-            let (max, sum, ties, dlse) = (max?, sum?, ties?, dlse?);
-            let out_residual = device_view::<T>(&forward.out_residual, on)?;
-            let dout = dout.device_view::<T>(on)?;
-            // SAFETY: `check` has accepted the arrays, and each is viewed once
-            let mut gradients = unsafe {
-                annulus_core::Gradients {
-                    dq: dq.device_view_mut::<T>(on)?,
-                    dk: dk.device_view_mut::<T>(on)?,
-                    dv: dv.device_view_mut::<T>(on)?,
-                    dbias: device_view_mut::<T::Accumulator>(&dbias, on)?,
-                    dsinks: device_view_mut::<T::Accumulator>(&dsinks, on)?,
+            if let Engine::Device(rank) = engine {
+                let on = rank.number();
+                let given = inputs.as_ref().try_map(|array| array.device_view(on))?;
+                // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+                let views = outputs.as_ref().try_map(|array| unsafe { array.device_view_mut(on) });
+                let mut views = views?;
+                let run = || rank.run(|plan| plan.forward_in_place(given, &mut views));
+                return Ok(vec![spelled(&self.session.run(py, run)?)]);
+            }
+            let tensors = tensors::<T>(&inputs)?;
+            // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+            let views = unsafe {
+                ForwardViewMut {
+                    out: outputs.out.view_mut()?,
+                    lse: outputs.lse.view_mut()?,
+                    max: view_mut(&outputs.max)?,
+                    sum: view_mut(&outputs.sum)?,
+                    ties: view_mut(&outputs.ties)?,
+                    out_residual: view_mut(&outputs.out_residual)?,
                 }
             };
-            let run = || {
-                rank.run(|plan| {
-                    let statistics = annulus_core::max_and_sum(lse, max, sum);
-                    let (max, sum) = statistics.map_err(|error| plan.refuse(error))?;
-                    let inputs = annulus_core::BackwardInputs {
-                        forward: given,
-                        out,
-                        max,
-                        sum,
-                        ties,
-                        out_residual,
-                        dout,
-                        dlse,
-                    };
-                    plan.backward_in_place(inputs, &mut gradients)
-                })
-            };
-            return Ok(vec![spelled(&self.session.run(py, run)?)]);
-        }
-        let tensors = inputs.tensors::<T>()?;
-        let forward = ForwardView {
-            out: forward.out.view::<T, Ix4>()?,
-            lse: forward.lse.view::<T::Accumulator, Ix3>()?,
-            max: view(&forward.max)?,
-            sum: view(&forward.sum)?,
-            ties: view(&forward.ties)?,
-            out_residual: view::<T, Ix4>(&forward.out_residual)?,
+            let reports = self.session.run(py, || match engine {
+                Engine::Local(ring) => ring.forward_into(&tensors, views).map(<[_]>::to_vec),
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => Err(Error::internal("tensors in host memory")),
+            })?;
+            Ok(reports.iter().map(spelled).collect())
+        })
+    }
+
+    fn backward_of<T: Element>(
+        &self,
+        py: Python<'_>,
+        arrays: &Bound<'_, PyDict>,
+    ) -> Raises<Vec<PyReport>> {
+        let (inputs, forward) = (inputs(arrays)?, outputs(arrays)?);
+        let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
+        let gradients = Gradients {
+            dq: needed(arrays, "dq")?,
+            dk: needed(arrays, "dk")?,
+            dv: needed(arrays, "dv")?,
+            dbias: array(arrays, "dbias")?,
+            dsinks: array(arrays, "dsoftmax_aux")?,
         };
-        let dout: ArrayView4<'_, T> = dout.view()?;
-        let dlse = view::<T::Accumulator, Ix3>(&dlse)?;
-        // SAFETY: `check` has accepted the arrays, and each is viewed once
-        let views = unsafe {
-            BackwardViewMut {
-                dq: dq.view_mut::<T, Ix4>()?,
-                dk: dk.view_mut::<T, Ix4>()?,
-                dv: dv.view_mut::<T, Ix4>()?,
-                dbias: view_mut(&dbias)?,
-                dsoftmax_aux: view_mut::<T::Accumulator, Ix2>(&dsinks)?,
-            }
-        };
-        let reports = self.session.run(py, || match engine {
-            Engine::Local(ring) => {
-                ring.backward_into(&tensors, &forward, dout, dlse, views).map(<[_]>::to_vec)
-            }
-            #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => {
-                plan.backward_into(&tensors, &forward, dout, dlse, views).map(|report| vec![report])
-            }
+        let read = inputs.as_ref().into_tensors().chain(forward.as_ref().into_tensors());
+        let read: Vec<_> = read.chain([&dout]).chain(&dlse).collect();
+        let written: Vec<_> = gradients.as_ref().into_tensors().collect();
+        check_outputs(&written, &read)?;
+        self.session.with(|engine| {
             #[cfg(feature = "cuda")]
-            Engine::Device(_) => Err(annulus::Error::internal("tensors in host memory")),
-        })?;
-        Ok(reports.iter().map(spelled).collect())
-    }
-}
-
-/// q, k, v, bias and sinks.
-struct Inputs<'py> {
-    q: Array<'py>,
-    k: Array<'py>,
-    v: Array<'py>,
-    bias: Option<Array<'py>>,
-    softmax_aux: Option<Array<'py>>,
-}
-
-impl<'py> Inputs<'py> {
-    fn read(arrays: &Bound<'py, PyDict>) -> PyResult<Self> {
-        Ok(Self {
-            q: needed(arrays, "query")?,
-            k: needed(arrays, "key")?,
-            v: needed(arrays, "value")?,
-            bias: array(arrays, "bias")?,
-            softmax_aux: array(arrays, "softmax_aux")?,
-        })
-    }
-
-    fn all(&self) -> Vec<&Array<'py>> {
-        let mut all = vec![&self.q, &self.k, &self.v];
-        all.extend(&self.bias);
-        all.extend(&self.softmax_aux);
-        all
-    }
-
-    fn tensors<T>(&self) -> PyResult<Tensors<'_, T>>
-    where
-        T: Element + Plain,
-        T::Accumulator: Plain,
-    {
-        Ok(Tensors {
-            q: self.q.view()?,
-            k: self.k.view()?,
-            v: self.v.view()?,
-            bias: view(&self.bias)?,
-            softmax_aux: view(&self.softmax_aux)?,
-        })
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Inputs<'_> {
-    /// Views the arrays in the memory of GPU `on`.
-    fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Inputs<CudaView<'_>>>
-    where
-        T: Element + Plain,
-        T::Accumulator: Element + Plain,
-    {
-        Ok(annulus_core::Inputs {
-            q: self.q.device_view::<T>(on)?,
-            k: self.k.device_view::<T>(on)?,
-            v: self.v.device_view::<T>(on)?,
-            bias: device_view::<T::Accumulator>(&self.bias, on)?,
-            sinks: device_view::<T::Accumulator>(&self.softmax_aux, on)?,
+            if let Engine::Device(rank) = engine {
+                let on = rank.number();
+                let (max, sum) =
+                    max_and_sum(&forward.lse, forward.max.as_ref(), forward.sum.as_ref())?;
+                let given = BackwardInputs {
+                    forward: inputs.as_ref(),
+                    out: &forward.out,
+                    max,
+                    sum,
+                    ties: forward.ties.as_ref(),
+                    out_residual: forward.out_residual.as_ref(),
+                    dout: &dout,
+                    dlse: dlse.as_ref(),
+                };
+                let given = given.try_map(|array| array.device_view(on))?;
+                // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+                let views =
+                    gradients.as_ref().try_map(|array| unsafe { array.device_view_mut(on) });
+                let mut views = views?;
+                let run = || rank.run(|plan| plan.backward_in_place(given, &mut views));
+                return Ok(vec![spelled(&self.session.run(py, run)?)]);
+            }
+            let tensors = tensors::<T>(&inputs)?;
+            let forward = ForwardView {
+                out: forward.out.view()?,
+                lse: forward.lse.view()?,
+                max: view(&forward.max)?,
+                sum: view(&forward.sum)?,
+                ties: view(&forward.ties)?,
+                out_residual: view(&forward.out_residual)?,
+            };
+            let (dout, dlse) = (dout.view()?, view(&dlse)?);
+            // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+            let views = unsafe {
+                BackwardViewMut {
+                    dq: gradients.dq.view_mut()?,
+                    dk: gradients.dk.view_mut()?,
+                    dv: gradients.dv.view_mut()?,
+                    dbias: view_mut(&gradients.dbias)?,
+                    dsoftmax_aux: view_mut(&gradients.dsinks)?,
+                }
+            };
+            let reports = self.session.run(py, || match engine {
+                Engine::Local(ring) => {
+                    ring.backward_into(&tensors, &forward, dout, dlse, views).map(<[_]>::to_vec)
+                }
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan
+                    .backward_into(&tensors, &forward, dout, dlse, views)
+                    .map(|report| vec![report]),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => Err(Error::internal("tensors in host memory")),
+            })?;
+            Ok(reports.iter().map(spelled).collect())
         })
     }
 }
 
-/// Outputs of a forward pass, which a backward pass reads.
-struct Statistics<'py> {
-    out: Array<'py>,
-    lse: Array<'py>,
-    max: Option<Array<'py>>,
-    sum: Option<Array<'py>>,
-    ties: Option<Array<'py>>,
-    out_residual: Option<Array<'py>>,
+/// Reads q, k, v, bias and sinks.
+fn inputs<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Inputs<Array<'py>>> {
+    Ok(Inputs {
+        q: needed(arrays, "query")?,
+        k: needed(arrays, "key")?,
+        v: needed(arrays, "value")?,
+        bias: array(arrays, "bias")?,
+        sinks: array(arrays, "softmax_aux")?,
+    })
 }
 
-impl<'py> Statistics<'py> {
-    fn read(arrays: &Bound<'py, PyDict>) -> PyResult<Self> {
-        Ok(Self {
-            out: needed(arrays, "out")?,
-            lse: needed(arrays, "lse")?,
-            max: array(arrays, "max")?,
-            sum: array(arrays, "sum")?,
-            ties: array(arrays, "ties")?,
-            out_residual: array(arrays, "out_residual")?,
-        })
-    }
-
-    fn all(&self) -> Vec<&Array<'py>> {
-        let mut all = vec![&self.out, &self.lse];
-        all.extend(&self.max);
-        all.extend(&self.sum);
-        all.extend(&self.ties);
-        all.extend(&self.out_residual);
-        all
-    }
+/// Reads the outputs of a forward pass, which a backward pass reads.
+fn outputs<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Outputs<Array<'py>>> {
+    Ok(Outputs {
+        out: needed(arrays, "out")?,
+        lse: needed(arrays, "lse")?,
+        max: array(arrays, "max")?,
+        sum: array(arrays, "sum")?,
+        ties: array(arrays, "ties")?,
+        out_residual: array(arrays, "out_residual")?,
+    })
 }
 
-#[cfg(feature = "cuda")]
-impl Statistics<'_> {
-    /// Views the arrays in the memory of GPU `on`, for writing.
-    ///
-    /// # Safety
-    /// As [`Array::view_mut`].
-    unsafe fn on_device<T>(&self, on: usize) -> PyResult<annulus_core::Outputs<CudaViewMut<'_>>>
-    where
-        T: Element + Plain,
-        T::Accumulator: Element + Plain,
-    {
-        // SAFETY: as the caller vouches
-        unsafe {
-            Ok(annulus_core::Outputs {
-                out: self.out.device_view_mut::<T>(on)?,
-                lse: self.lse.device_view_mut::<T::Accumulator>(on)?,
-                max: device_view_mut::<T::Accumulator>(&self.max, on)?,
-                sum: device_view_mut::<T::Accumulator>(&self.sum, on)?,
-                ties: device_view_mut::<T::Accumulator>(&self.ties, on)?,
-                out_residual: device_view_mut::<T>(&self.out_residual, on)?,
-            })
-        }
-    }
+/// Views inputs in host memory.
+fn tensors<'a, T: Element>(inputs: &'a Inputs<Array<'_>>) -> Result<Tensors<'a, T>> {
+    Ok(Tensors {
+        q: inputs.q.view()?,
+        k: inputs.k.view()?,
+        v: inputs.v.view()?,
+        bias: view(&inputs.bias)?,
+        softmax_aux: view(&inputs.sinks)?,
+    })
 }
 
-#[cfg(feature = "cuda")]
-fn device_view<'a, T: Element + Plain>(
-    array: &'a Option<Array<'_>>,
-    on: usize,
-) -> PyResult<Option<CudaView<'a>>> {
-    array.as_ref().map(|array| array.device_view::<T>(on)).transpose()
-}
-
-/// Views an output that there may be, in the memory of a GPU.
-///
-/// # Safety
-/// As [`Array::view_mut`].
-#[cfg(feature = "cuda")]
-unsafe fn device_view_mut<'a, T: Element + Plain>(
-    array: &'a Option<Array<'_>>,
-    on: usize,
-) -> PyResult<Option<CudaViewMut<'a>>> {
-    // SAFETY: as the caller vouches
-    array.as_ref().map(|array| unsafe { array.device_view_mut::<T>(on) }).transpose()
-}
-
-pub(crate) fn array<'py>(
-    arrays: &Bound<'py, PyDict>,
-    name: &'static str,
-) -> PyResult<Option<Array<'py>>> {
-    let given = arrays.get_item(name)?.filter(|array| !array.is_none());
-    given.map(|given| Array::new(name, given)).transpose()
-}
-
-pub(crate) fn needed<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Array<'py>> {
-    array(arrays, name)?.ok_or_else(|| invalid(arrays.py(), name, "nothing", "an array"))
-}
-
-pub(crate) fn view<'a, T: Plain, D: Dimension>(
-    array: &'a Option<Array<'_>>,
-) -> PyResult<Option<annulus::ndarray::ArrayView<'a, T, D>>> {
-    array.as_ref().map(Array::view).transpose()
-}
-
-/// Views an output that there may be.
-///
-/// # Safety
-/// As [`Array::view_mut`].
-unsafe fn view_mut<'a, T: Plain, D: Dimension>(
-    array: &'a Option<Array<'_>>,
-) -> PyResult<Option<annulus::ndarray::ArrayViewMut<'a, T, D>>> {
-    // SAFETY: as the caller vouches
-    array.as_ref().map(|array| unsafe { array.view_mut() }).transpose()
+fn all_rows(len: usize) -> PyRuns {
+    spelled_runs(&Runs::counting(0, len as u64))
 }
 
 /// Returns the given layout, the one that the mask chooses for `ranks` ranks, or the balanced one
@@ -615,10 +447,10 @@ pub(crate) fn shard<'py>(
     rank: usize,
     documents: &Bound<'py, PyDict>,
     balanced: bool,
-) -> PyResult<Bound<'py, PyDict>> {
-    let (setup, _) = config.setup(py)?;
+) -> Raises<Bound<'py, PyDict>> {
+    let (setup, _) = config.setup()?;
     let dims = Dims::from(lengths);
-    let batch = batch(py, documents)?;
+    let batch = batch(documents)?;
     let placed = py.detach(|| {
         let spec = setup.spec(dims)?;
         batch.validate(&dims, dims.q_len, dims.kv_len)?;
@@ -641,9 +473,9 @@ pub(crate) fn shard<'py>(
             ..Batch::default()
         };
         let local = |side| layout.local_shard(&dims, spec.alignment, side, rank, ranks, &packed);
-        Ok::<_, annulus::Error>((local(Side::Q), local(Side::Kv), layout, route))
+        Ok::<_, Error>((local(Side::Q), local(Side::Kv), layout, route))
     });
-    let (q, kv, layout, route) = placed.map_err(|error| raise(py, &error))?;
+    let (q, kv, layout, route) = placed?;
     let found = PyDict::new(py);
     found.set_item("layout", layout.name())?;
     found.set_item("route", route.map(|route| route.name().replace('-', "_")))?;

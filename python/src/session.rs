@@ -9,7 +9,7 @@ use annulus::{Error, Result};
 use annulus_core::Process;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use crate::{errors::raise, masks::Callback, signals::Signals};
+use crate::{errors::Raises, masks::Callback, signals::Signals};
 
 /// Evaluates `$call` with `$element` bound to an element type.
 macro_rules! by_dtype {
@@ -45,10 +45,17 @@ pub(crate) struct Session<E> {
     entered: AtomicBool,
 }
 
-impl<E> Session<E> {
-    /// Starts without an engine.
-    pub(crate) fn new(name: &'static str, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
-        Self {
+impl<E: Send> Session<E> {
+    /// Makes an engine, whose transports get the signals. `elsewhere`: its ranks are threads of
+    /// their own.
+    pub(crate) fn new(
+        py: Python<'_>,
+        name: &'static str,
+        callbacks: Vec<Arc<Callback>>,
+        elsewhere: bool,
+        make: impl FnOnce(&Arc<Signals>) -> Result<E> + Send,
+    ) -> Raises<Self> {
+        let mut session = Self {
             name,
             process: Process::current(),
             engine: Mutex::default(),
@@ -56,12 +63,10 @@ impl<E> Session<E> {
             callbacks,
             elsewhere,
             entered: AtomicBool::new(false),
-        }
-    }
-
-    pub(crate) fn filled(mut self, engine: E) -> Self {
-        self.engine = Mutex::new(Some(engine));
-        self
+        };
+        let engine = session.run(py, || make(&session.signals))?;
+        session.engine = Mutex::new(Some(engine));
+        Ok(session)
     }
 
     pub(crate) const fn signals(&self) -> &Arc<Signals> {
@@ -79,35 +84,38 @@ impl<E> Session<E> {
         &self,
         py: Python<'_>,
         work: impl FnOnce() -> Result<T> + Send,
-    ) -> PyResult<T> {
+    ) -> Raises<T> {
         self.entered.store(true, Ordering::Relaxed);
-        self.signals.run(py, self.elsewhere, work).inspect_err(|error| {
+        self.signals.run(py, self.elsewhere, work).map_err(|error| {
+            let error = PyErr::from(error);
             let cause = self.callbacks.iter().find_map(|callback| callback.take_raised());
             if let Some(cause) = cause {
                 error.set_cause(py, Some(cause));
             }
+            error.into()
         })
     }
 
     /// Locks the engine, or refuses: a call that waits for another one would wait for the GIL too.
-    pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<E>>> {
-        self.process.check(self.name).map_err(|error| raise(py, &error))?;
+    fn lock(&self) -> Raises<MutexGuard<'_, Option<E>>> {
+        self.process.check(self.name)?;
         match self.engine.try_lock() {
             Ok(guard) => Ok(guard),
             Err(TryLockError::WouldBlock) => {
                 let what = format!("the {} is in use by another call", self.name);
-                Err(PyRuntimeError::new_err(what))
+                Err(PyRuntimeError::new_err(what).into())
             }
             Err(TryLockError::Poisoned(_)) => {
-                let what = format!("a call of this {} panicked", self.name);
-                Err(raise(py, &Error::internal(what)))
+                Err(Error::internal(format!("a call of this {} panicked", self.name)).into())
             }
         }
     }
 
-    /// Returns the engine, unless it is closed.
-    pub(crate) fn opened<T>(&self, engine: Option<T>) -> PyResult<T> {
-        engine.ok_or_else(|| PyRuntimeError::new_err(format!("the {} is closed", self.name)))
+    /// Calls `body` with the engine, unless it is closed or in use.
+    pub(crate) fn with<T>(&self, body: impl FnOnce(&mut E) -> Raises<T>) -> Raises<T> {
+        let mut engine = self.lock()?;
+        let closed = || PyRuntimeError::new_err(format!("the {} is closed", self.name));
+        body(engine.as_mut().ok_or_else(closed)?)
     }
 
     /// Ends a call whose arguments were refused: `take_part` tells the other ranks, which wait for
@@ -117,30 +125,24 @@ impl<E> Session<E> {
         py: Python<'_>,
         [argument, got, want]: [String; 3],
         take_part: impl FnOnce(&mut E, Error) + Send,
-    ) -> PyResult<()>
-    where
-        E: Send,
-    {
+    ) -> Raises<()> {
         if self.entered.load(Ordering::Relaxed) || !self.process.is_current() {
             return Ok(());
         }
-        let mut guard = self.lock(py)?;
-        let engine = self.opened(guard.as_mut())?;
-        self.run(py, || {
-            take_part(engine, Error::InvalidArgument { argument, got, want });
-            Ok(())
+        self.with(|engine| {
+            self.run(py, || {
+                take_part(engine, Error::InvalidArgument { argument, got, want });
+                Ok(())
+            })
         })
     }
 
     /// Drops the engine. Does nothing in a forked child, whose parent has it.
-    pub(crate) fn close(&self, py: Python<'_>) -> PyResult<()>
-    where
-        E: Send,
-    {
+    pub(crate) fn close(&self, py: Python<'_>) -> Raises<()> {
         if !self.process.is_current() {
             return Ok(());
         }
-        let engine = self.lock(py)?.take();
+        let engine = self.lock()?.take();
         py.detach(|| drop(engine));
         Ok(())
     }

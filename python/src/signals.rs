@@ -22,6 +22,8 @@ use annulus::{Error, Result};
 use annulus_core::{Control, Host, Transport};
 use pyo3::prelude::*;
 
+use crate::errors::Raises;
+
 /// Time between two checks for signals. A person does not notice it, and taking the GIL as rarely
 /// costs nothing that can be measured.
 const EVERY: Duration = Duration::from_millis(50);
@@ -96,7 +98,7 @@ impl Signals {
         py: Python<'_>,
         elsewhere: bool,
         work: impl FnOnce() -> Result<T> + Send,
-    ) -> PyResult<T> {
+    ) -> Raises<T> {
         {
             let mut state = self.state();
             *state = State { caller: Some(thread::current().id()), ..State::default() };
@@ -108,8 +110,8 @@ impl Signals {
         state.caller = None;
         match (result, state.raised.take()) {
             (Ok(value), None) => Ok(value),
-            (_, Some(raised)) => Err(raised),
-            (Err(error), None) => Err(crate::errors::raise(py, &error)),
+            (_, Some(raised)) => Err(raised.into()),
+            (Err(error), None) => Err(error.into()),
         }
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import cuda_driver as cuda
 import numpy as np
 import pytest
+from helpers import run_rank
 from test_mpi import launch, needs_mpi
 
 import annulus
@@ -205,13 +206,13 @@ def test_results_for_torch_are_allocated_by_torch_for_the_stream(
     lent = [tensor(array) for array in (query, key, value, dout)]
     with on_gpu(gpu) as plan:
         forward = plan.forward(*lent[:3])
-        assert [forward.out, forward.lse] == allocated
+        assert [forward.out, forward.lse, forward.max, forward.sum] == allocated
         gradients = plan.backward(*lent[:3], forward, lent[3])
-        assert [gradients.dq, gradients.dk, gradients.dv] == allocated[2:]
-    assert entered == [(gpu.stream, 0)] * 5
+        assert [gradients.dq, gradients.dk, gradients.dv] == allocated[4:]
+    assert entered == [(gpu.stream, 0)] * 7
     with on_gpu(gpu, stream=0) as plan:
         plan.forward(*lent[:3])
-    assert entered[5:] == [("default", 0)] * 2
+    assert entered[7:] == [("default", 0)] * 4
     monkeypatch.undo()
     want = annulus.flash_attention(query, key, value, causal=True, sliding_window=(40, 0))
     view = annulus.DeviceArray.of_dlpack("out", forward.out, forward.out.__dlpack__(stream=1))
@@ -301,4 +302,56 @@ def test_a_plan_that_cannot_be_made_says_why(gpu: Any, options: Any, what: str) 
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_ring_of_processes_has_its_rows_on_gpus(ranks: int) -> None:
-    assert f"passed on {ranks} ranks" in launch(ranks, "device_program.py")
+    assert f"passed on {ranks} ranks" in launch(ranks, "test_device.py")
+
+
+RANK_DIMS: dict[str, int] = dict(batch=1, q_len=90, q_heads=4, kv_heads=2, head_dim=16)
+
+
+def near(gpu: Any, got: Any, want: Any) -> None:
+    np.testing.assert_allclose(gpu.download(got), want, rtol=1e-3, atol=1e-4)
+
+
+def of_rank(world: Any) -> None:
+    """One rank of an MPI program, with its rows in the memory of a GPU of its own."""
+    rank, ranks = world.rank, world.size
+    gpu = cuda.Gpu(rank)
+    on_gpu: dict[str, Any] = dict(backend="cuda", device=rank, stream=gpu.stream)
+    attention = annulus.Attention(causal=True)
+    random = np.random.default_rng(5)
+    whole = [random.standard_normal((1, 90, heads, 16)).astype("float32") for heads in (4, 2, 2, 4)]
+    with annulus.Plan(attention, **RANK_DIMS, threads=1) as alone:
+        want = alone.forward(*whole[:3])
+        wanted = alone.backward(*whole[:3], want, whole[3])
+    with annulus.Plan(attention, **RANK_DIMS, comm=world, **on_gpu) as plan:
+        sides = (plan.q_rows, plan.kv_rows, plan.kv_rows, plan.q_rows)
+        own = [array[:, rows] for array, rows in zip(whole, sides, strict=True)]
+        lent = [gpu.upload(array) for array in own]
+        forward = plan.forward(*lent[:3])
+        gradients = plan.backward(*lent[:3], forward, lent[3])
+        near(gpu, forward.out, want.out[:, plan.q_rows])
+        near(gpu, forward.lse, want.lse[:, :, plan.q_rows])
+        for name, rows in (("dq", plan.q_rows), ("dk", plan.kv_rows), ("dv", plan.kv_rows)):
+            near(gpu, getattr(gradients, name), getattr(wanted, name)[:, rows])
+        if ranks > 1:
+            assert forward.reports[0].bytes_sent == forward.reports[0].bytes_predicted > 0
+        # one rank passes an array in host memory: every rank gets an error, none waits for it
+        try:
+            plan.forward(own[0] if rank == 0 else lent[0], *lent[1:3])
+        except annulus.Error as error:
+            want_start = "query: got an array in host memory" if rank == 0 else "rank 0 refused"
+            assert str(error).startswith(want_start), error
+        else:
+            raise AssertionError("an array in host memory was taken")
+        plan.forward(*lent[:3])
+    # one call, of which each rank passes its own rows in ascending order
+    rows = np.array_split(np.arange(90), ranks)[rank]
+    lent = [gpu.upload(array[:, rows]) for array in whole[:3]]
+    out = annulus.ring_attention(*lent, causal=True, comm=world, stream=gpu.stream)
+    near(gpu, out, want.out[:, rows])
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    run_rank(lambda: of_rank(MPI.COMM_WORLD), MPI.COMM_WORLD)

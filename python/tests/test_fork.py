@@ -18,7 +18,7 @@ import pytest
 from helpers import random
 
 import annulus
-from annulus import _plan_cache, _started
+from annulus import _plan_cache, _results
 
 # more rows than one thread computes alone
 N = 300
@@ -195,7 +195,7 @@ def test_a_started_pass_is_not_waited_for_in_a_child() -> None:
 
     in_child(work)
     # the exit handler
-    in_child(_started._cancel_all)
+    in_child(_results._cancel_all)
     opened.set()
     assert (started.wait().out == out).all()
 

@@ -1,16 +1,19 @@
-"""Plans: repeated passes, batches, closing, threads, and Ctrl-C."""
+"""Plans: every golden case, repeated passes, batches, backends, closing, threads, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import naive, random
+from helpers import Case, batch, check, floats, naive, random
+from helpers import plan as plan_of
 
 import annulus
 
@@ -214,3 +217,135 @@ def test_importing_the_package_imports_neither_torch_nor_jax() -> None:
     code = "import sys, annulus; print(sorted({'jax', 'torch', 'mpi4py'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
+
+
+RINGS: list[dict[str, Any]] = [
+    {"ranks": 1},
+    {"ranks": 2, "layout": "zigzag"},
+    {"ranks": 3, "layout": "striped"},
+    {"ranks": 4, "layout": "contiguous"},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_flash_attention(golden: Case, dtype: str) -> None:
+    given = floats(golden, dtype)
+    for name in ("dout", "dlse"):
+        given.pop(name, None)
+    out, lse = annulus.flash_attention(
+        **given, **batch(golden), **golden.arguments, return_lse=True
+    )
+    assert out.dtype == lse.dtype == dtype
+    check(golden, dtype, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("ring", RINGS[1:], ids=lambda ring: ring["layout"])
+def test_ring_attention(golden: Case, dtype: str, ring: dict[str, Any]) -> None:
+    given = floats(golden, dtype)
+    for name in ("dout", "dlse"):
+        given.pop(name, None)
+    out, lse = annulus.ring_attention(
+        **given, **batch(golden), **golden.arguments, **ring, return_lse=True
+    )
+    check(golden, dtype, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("ring", RINGS, ids=lambda ring: ring.get("layout", "single"))
+def test_gradients(golden: Case, dtype: str, ring: dict[str, Any]) -> None:
+    given = floats(golden, dtype)
+    dout, dlse = given.pop("dout"), given.pop("dlse", None)
+    with plan_of(golden, dtype, **ring) as planned:
+        if batch(golden):
+            planned.update(**batch(golden))
+        forward = planned.forward(**given)
+        gradients = planned.backward(**given, forward=forward, dout=dout, dlse=dlse)
+    names = [name for name in golden.expected if name.startswith("d")]
+    assert {"dq", "dk", "dv"} <= set(names)
+    results = {name: getattr(gradients, name) for name in names}
+    assert all(array.dtype == dtype for array in results.values())
+    check(golden, dtype, {"out": forward.out, "lse": forward.lse, **results})
+
+
+DIMS: dict[str, int] = dict(batch=1, q_len=96, q_heads=4, kv_heads=2, head_dim=16)
+
+
+def windowed(**options: Any) -> annulus.Plan:
+    attention = annulus.Attention(causal=True, sliding_window=(40, 0))
+    return annulus.Plan(attention, **DIMS, **options)
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[annulus.Plan]:
+    """A ring of three ranks on wgpu."""
+    try:
+        made = windowed(ranks=3, backend="wgpu")
+    except annulus.Unsupported as why:
+        if "wgpu" in os.environ.get("ANNULUS_REQUIRE", "").split(","):
+            raise
+        pytest.skip(str(why))
+    with made:
+        yield made
+
+
+def inputs() -> list[np.ndarray[Any, Any]]:
+    random = np.random.default_rng(3)
+    shapes = [(1, 96, heads, 16) for heads in (4, 2, 2, 4)]
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def test_wgpu_gives_the_numbers_of_the_cpu(on_gpu: annulus.Plan) -> None:
+    query, key, value, dout = inputs()
+    with windowed(ranks=1, threads=1) as cpu:
+        want = cpu.forward(query, key, value)
+        want_gradients = cpu.backward(query, key, value, want, dout)
+    got = on_gpu.forward(query, key, value)
+    gradients = on_gpu.backward(query, key, value, got, dout)
+    assert on_gpu.numerics != cpu_numerics()
+    for name in ("out", "lse"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
+    for name in ("dq", "dk", "dv"):
+        expected = getattr(want_gradients, name)
+        np.testing.assert_allclose(getattr(gradients, name), expected, rtol=1e-3, atol=1e-4)
+
+
+def cpu_numerics() -> str:
+    with windowed(threads=1) as cpu:
+        return cpu.numerics
+
+
+def test_one_call_takes_the_backend(on_gpu: annulus.Plan) -> None:
+    query, key, value, _ = inputs()
+    options = dict(causal=True, sliding_window=(40, 0))
+    want = on_gpu.forward(query, key, value).out
+    got = annulus.ring_attention(query, key, value, ranks=3, backend="wgpu", **options)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_cache_takes_the_backend(on_gpu: annulus.Plan) -> None:
+    query, key, value, _ = inputs()
+    want = on_gpu.forward(query, key, value).out
+    attention = annulus.Attention(causal=True, sliding_window=(40, 0))
+    lengths = dict(batch=1, q_heads=4, kv_heads=2, head_dim=16)
+    cache = annulus.Cache(attention, **lengths, page_rows=7, ranks=2, backend="wgpu")
+    for rows in (slice(0, 90), slice(90, 91), slice(91, 96)):
+        cache.append(key[:, rows], value[:, rows])
+        got = cache.attend(query[:, rows]).out
+        np.testing.assert_allclose(got, want[:, rows], rtol=1e-4, atol=1e-5)
+    cache.close()
+    reproducible = annulus.Attention(causal=True, reproducible=True)
+    with pytest.raises(annulus.Unsupported, match="reproducible"):
+        annulus.Cache(reproducible, **lengths, backend="wgpu")
+
+
+def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
+    assert annulus.BACKENDS[0] == "cpu"
+    for name in ("wgpu", "cuda"):
+        # a number that no machine has, or a build without it, or a machine without a driver
+        with pytest.raises(annulus.Error, match=f"{name}|device"):
+            windowed(backend=name, device=99)
+        with pytest.raises(annulus.Error, match=f"{name}|device"):
+            annulus.Cache(
+                annulus.Attention(), batch=1, q_heads=1, head_dim=8, backend=name, device=99
+            )

@@ -22,13 +22,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from .._agreement import channel_of, one_call
+from .._agreement import channel_of, check_communicator, one_call
 from .._attention import Shard
 from .._check import Documents, Machine
-from .._endpoint import check_communicator
 from .._errors import invalid, unsupported
-from ._axes import four_axes
-from ._calls import attend, bound, check_plain, flash_attention
+from ._calls import attend, bound, check_plain, flash_attention, four_axes
 
 OWN = __name__.partition(".")[0] + "."
 
