@@ -251,56 +251,26 @@ fn idup(parent: ParentCommunicator, rank: usize, timeout: &Timeout) -> Result<ff
         },
         error => error,
     };
-    let wait = CreationWait::new(timeout, "the communicator could not be duplicated");
-    complete(&mut request, rank, wait).map_err(late)?;
+    complete(&mut request, rank, timeout, "the communicator could not be duplicated")
+        .map_err(late)?;
     let raw = *duplicate;
     // SAFETY: `duplicate` came out of `Box::leak`, and the operation that wrote to it is complete
     drop(unsafe { Box::from_raw(duplicate) });
     Ok(raw)
 }
 
-/// The wait for the other ranks while an endpoint is made.
-pub(super) struct CreationWait<'a> {
-    timeout: &'a Timeout,
-    /// What was not done if it ends.
-    failure: &'static str,
-    started: Instant,
-    warned: Instant,
-    observed: ObservedClock,
-}
-
-impl<'a> CreationWait<'a> {
-    pub(super) fn new(timeout: &'a Timeout, failure: &'static str) -> Self {
-        let now = Instant::now();
-        let observed = ObservedClock::new(now, LONGEST_POLL, timeout.limit.unwrap_or_default());
-        Self { timeout, failure, started: now, warned: now, observed }
-    }
-
-    /// Pauses before the next poll of rank `rank`, and calls the warning when it is due.
-    ///
-    /// # Errors
-    /// [`Error::Comm`] once the wait has taken the limit, in observed time.
-    pub(super) fn pause(&mut self, rank: usize) -> Result<()> {
-        let now = Instant::now();
-        self.observed.poll(now);
-        if let Some(limit) = self.timeout.limit
-            && self.observed.elapsed(self.started, now) >= limit
-        {
-            let what = format!("{} within {limit:?}: not all of its ranks came", self.failure);
-            return Err(Error::Comm { peer: rank, step: 0, what });
-        }
-        if now - self.warned >= self.timeout.warning_interval {
-            self.warned = now;
-            self.timeout.warn(now - self.started);
-        }
-        thread::sleep(Duration::from_micros(100));
-        Ok(())
-    }
-}
-
-/// Waits for a collective operation that this rank has started. The caller has entered its
-/// communicator.
-fn complete(request: &mut ffi::MPI_Request, rank: usize, mut wait: CreationWait<'_>) -> Result<()> {
+/// Waits for a collective operation that this rank has started, as long as `timeout` allows in
+/// observed time. The caller has entered its communicator.
+pub(super) fn complete(
+    request: &mut ffi::MPI_Request,
+    rank: usize,
+    timeout: &Timeout,
+    failure: &str,
+) -> Result<()> {
+    let started = Instant::now();
+    let limit = timeout.limit;
+    let mut observed = ObservedClock::new(started, LONGEST_POLL, limit.unwrap_or_default());
+    let mut warned = started;
     loop {
         let mut done = 0;
         // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active,
@@ -311,7 +281,22 @@ fn complete(request: &mut ffi::MPI_Request, rank: usize, mut wait: CreationWait<
         if done != 0 {
             return Ok(());
         }
-        wait.pause(rank)?;
+        let now = Instant::now();
+        observed.poll(now);
+        if let Some(limit) = limit
+            && observed.elapsed(started, now) >= limit
+        {
+            return Err(Error::Comm {
+                peer: rank,
+                step: 0,
+                what: format!("{failure} within {limit:?}: not all of its ranks came"),
+            });
+        }
+        if now - warned >= timeout.warning_interval {
+            warned = now;
+            timeout.warn(now - started);
+        }
+        thread::sleep(Duration::from_micros(100));
     }
 }
 

@@ -14,19 +14,15 @@ use annulus_core::{
 use super::{
     CONTROL, Mpi, Settings,
     circulant::Barrier,
-    communicator::{CreationWait, MpiCommunicator},
+    communicator::MpiCommunicator,
     context::PlanContext,
     lifetime::{check_process, is_forked},
     messages::{MessageBuffer, WireTags},
-    nodes::{NodeMap, Record, own_record},
+    nodes::{NodeMap, gather_records},
     peers::{Departure, LatestWork, Peers},
     requests::Requests,
 };
 use crate::staged::Staging;
-
-/// Round of the all-gather of records. Those of plans count up from 0, and those of NCCL's start
-/// are the last two.
-const RECORDS_ROUND: u64 = u64::MAX - 2;
 
 /// State of one rank that its contexts share.
 pub(super) struct MpiEndpoint {
@@ -126,25 +122,10 @@ impl MpiEndpoint {
 
     /// Gathers the locations of all ranks, and finds out if messages may be received ahead: if no
     /// rank announces them and all divide them into the same pieces.
-    ///
-    /// Frames carry the records, in an all-gather of the first context. `MPI_Comm_split_type` would
-    /// find nodes as well, but it blocks: a rank that does not come is waited for without a limit,
-    /// and MPICH keeps a core busy meanwhile. `MPI_Iallgather` would connect every pair of ranks in
-    /// some MPIs (Open MPI's is linear), which costs a descriptor for each.
     pub(super) fn gather_records(&mut self) -> Result<()> {
-        self.enter()?;
+        let (_, communicator) = self.enter()?;
         let messages = self.settings.message_format();
-        let timeout = self.settings.timeout.clone();
-        let mut wait = CreationWait::new(&timeout, "the ranks did not all report where they run");
-        self.start_all_gather(0, RECORDS_ROUND, own_record(&messages)?.as_bytes())?;
-        let parts = loop {
-            match self.try_all_gather(0, RECORDS_ROUND)? {
-                Some(parts) => break parts,
-                None => wait.pause(self.rank)?,
-            }
-        };
-        let records = parts.iter().enumerate().map(|(peer, record)| Record::decode(peer, record));
-        let records = records.collect::<Result<Vec<_>>>()?;
+        let records = gather_records(communicator, &messages, &self.settings.timeout)?;
         let is_same = records.iter().all(|record| record.messages == messages);
         self.posts_ahead = is_same && !self.settings.announce;
         self.nodes = Arc::new(NodeMap::new(records));

@@ -2,16 +2,28 @@
 //! created, and rings of the first ranks of a job. Relies on the rules of [`super::ffi`].
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
-use std::{collections::HashMap, ffi::c_char, ops::RangeInclusive, sync::Arc};
+use std::{
+    collections::HashMap,
+    ffi::{c_char, c_int},
+    ops::RangeInclusive,
+    ptr,
+    sync::Arc,
+};
 
 use annulus_core::{Error, Placement, Result};
 use annulus_mpi::ffi;
 
 use super::{
     Mpi, Settings, Timeout,
-    communicator::{MpiCommunicator, ParentCommunicator},
+    communicator::{MpiCommunicator, ParentCommunicator, complete},
     ffi::{PeerStep, check, count},
 };
+
+/// Bytes of a rank's record. A longer host name is cut.
+const RECORD: usize = 1024;
+/// Longest list of cores in a record, in bytes: half of it, so that a host name of any usual length
+/// (at most 255 bytes) fits as well. The rest of a longer list is left out.
+const LONGEST_LIST: usize = RECORD / 2;
 
 /// Node, host and cores of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,8 +92,31 @@ impl NodeMap {
     }
 }
 
-/// Location and message settings of a rank, as it reports them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Gathers the records of all ranks, on all ranks; `messages` are the message settings of this one.
+///
+/// `MPI_Comm_split_type` would find nodes as well, but it blocks: a rank that does not come is
+/// waited for without a limit, and MPICH keeps a core busy meanwhile.
+///
+/// Collective over the ranks of `communicator`, which the caller has entered.
+pub(super) fn gather_records(
+    communicator: &MpiCommunicator,
+    messages: &str,
+    timeout: &Timeout,
+) -> Result<Vec<Record>> {
+    let host = processor_name()?;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mine = encode(&node_id(&host), allowed_cores(&status), messages, &host);
+    let all = all_gather(communicator, mine, timeout)?;
+    let decode = |(peer, record): (usize, &[u8; RECORD])| {
+        let malformed =
+            || Error::Comm { peer, step: 0, what: "the record of its node is malformed".into() };
+        decode(&String::from_utf8_lossy(record)).ok_or_else(malformed)
+    };
+    all.iter().enumerate().map(decode).collect()
+}
+
+/// Location of a rank as it reports it.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Record {
     /// Equal for the ranks of a node, and for no others.
     node: String,
@@ -89,23 +124,6 @@ pub(super) struct Record {
     cores: Vec<RangeInclusive<usize>>,
     /// Settings of its messages.
     pub(super) messages: String,
-}
-
-/// Returns the encoded record of this rank, whose message settings are `messages`: four lines with
-/// node, cores, message settings and host. The caller has entered a communicator.
-pub(super) fn own_record(messages: &str) -> Result<String> {
-    let host = processor_name()?;
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    Ok(format!("{}\n{}\n{messages}\n{host}", node_id(&host), allowed_cores(&status)))
-}
-
-impl Record {
-    /// Decodes the record of `peer`.
-    pub(super) fn decode(peer: usize, record: &[u8]) -> Result<Self> {
-        let malformed =
-            || Error::Comm { peer, step: 0, what: "the record of its node is malformed".into() };
-        decode(&String::from_utf8_lossy(record)).ok_or_else(malformed)
-    }
 }
 
 /// Returns an identifier of the node of this process, whose processor MPI calls `processor`.
@@ -120,6 +138,20 @@ fn node_id(processor: &str) -> String {
     }
 }
 
+/// Encodes a record as four lines, padded with zeros: node, cores, message settings, host.
+fn encode(node: &str, cores: &str, messages: &str, host: &str) -> [u8; RECORD] {
+    // a list is cut between two runs
+    let end = if cores.len() <= LONGEST_LIST {
+        cores.len()
+    } else {
+        cores[..LONGEST_LIST].rfind(',').unwrap_or(0)
+    };
+    let mut record = [0; RECORD];
+    let text = format!("{node}\n{}\n{messages}\n{host}", &cores[..end]);
+    record.iter_mut().zip(text.bytes()).for_each(|(into, byte)| *into = byte);
+    record
+}
+
 /// Returns the cores on which Linux lets this process run, as `/proc/self/status` lists them:
 /// `0-3,8`.
 fn allowed_cores(status: &str) -> &str {
@@ -128,7 +160,7 @@ fn allowed_cores(status: &str) -> &str {
 
 /// Decodes a record; `None` if it is malformed.
 fn decode(record: &str) -> Option<Record> {
-    let mut lines = record.splitn(4, '\n');
+    let mut lines = record.trim_end_matches('\0').splitn(4, '\n');
     let node = lines.next()?.to_owned();
     let cores = runs(lines.next()?);
     let messages = lines.next()?.to_owned();
@@ -210,6 +242,9 @@ impl std::fmt::Debug for FirstRanks {
     }
 }
 
+/// Tag of the records. Frames, which a rank may send while others still gather, have another.
+const TAG: c_int = 1;
+
 /// Returns MPI's name of the processor of this process. The caller has entered a communicator.
 pub(super) fn processor_name() -> Result<String> {
     // SAFETY: a constant of the linked MPI
@@ -223,6 +258,68 @@ pub(super) fn processor_name() -> Result<String> {
     check(code, PeerStep::of(0))?;
     text.truncate(count(length).min(capacity));
     Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned())
+}
+
+/// Gathers the records of all ranks, which have one length, on all ranks, by the algorithm of
+/// [`super::circulant`] with blocking rounds.
+///
+/// Frames cannot carry them, because processing frames may abort an endpoint that is not created
+/// yet. `MPI_Iallgather` would connect every pair of ranks in some MPIs (Open MPI's is linear),
+/// which costs a descriptor for each.
+///
+/// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
+/// `timeout` in each round.
+fn all_gather(
+    communicator: &MpiCommunicator,
+    mine: [u8; RECORD],
+    timeout: &Timeout,
+) -> Result<Vec<[u8; RECORD]>> {
+    let (rank, ranks) = (communicator.rank, communicator.ranks);
+    // records of `rank`, `rank + 1`, …; on the heap, and leaked if a round fails: MPI may read and
+    // write it whenever the last rank comes
+    let mut records = vec![[0u8; RECORD]; ranks];
+    records[0] = mine;
+    let records: *mut [u8; RECORD] = Box::leak(records.into_boxed_slice()).as_mut_ptr();
+    let failure = "the ranks did not all report where they run";
+    let bytes = |records: usize| c_int::try_from(records * RECORD).unwrap_or(c_int::MAX);
+    let mut reach = 1;
+    while reach < ranks {
+        let count = reach.min(ranks - reach);
+        let source = (rank + reach) % ranks;
+        let target = (rank + ranks - reach) % ranks;
+        // SAFETY: constants of the linked MPI
+        let (mut receive, mut send) = unsafe { (ffi::RSMPI_REQUEST_NULL, ffi::RSMPI_REQUEST_NULL) };
+        // SAFETY: rules 1 and 2 (the caller has entered); `count` records from number `reach` on
+        // are within the allocation, which lives until both requests are complete, or for ever
+        let started = unsafe {
+            let into = records.add(reach).cast();
+            let (byte, raw) = (ffi::RSMPI_UINT8_T, communicator.raw());
+            let peer = rank_number(source);
+            ffi::MPI_Irecv(into, bytes(count), byte, peer, TAG, raw, &raw mut receive)
+        };
+        check(started, PeerStep::of(source))?;
+        // SAFETY: as above; the first `count` records are complete, and the receive writes behind
+        // them
+        let started = unsafe {
+            let (byte, raw) = (ffi::RSMPI_UINT8_T, communicator.raw());
+            let peer = rank_number(target);
+            ffi::MPI_Isend(records.cast(), bytes(count), byte, peer, TAG, raw, &raw mut send)
+        };
+        check(started, PeerStep::of(target))?;
+        complete(&mut receive, rank, timeout, failure)?;
+        complete(&mut send, rank, timeout, failure)?;
+        reach *= 2;
+    }
+    // SAFETY: the allocation of `ranks` records that was leaked above; all operations that used it
+    // are complete
+    let mut records = unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(records, ranks)) };
+    records.rotate_right(rank);
+    Ok(records.into_vec())
+}
+
+/// Converts a rank to the type of MPI.
+fn rank_number(rank: usize) -> c_int {
+    c_int::try_from(rank).unwrap_or(c_int::MAX)
 }
 
 #[cfg(test)]
@@ -266,12 +363,19 @@ mod tests {
         }
         assert_eq!(allowed_cores("Name:\tx\nCpus_allowed_list:\t0-1\nMems:\t0"), "0-1");
         assert_eq!(decode("1\n0\n"), None);
+        let round_trip =
+            |cores: &str| decode(&String::from_utf8_lossy(&encode("id", cores, "7", "host")));
         let record = Record {
             node: "id".to_owned(),
             host: "host".to_owned(),
             cores: vec![0..=3],
             messages: "7".to_owned(),
         };
-        assert_eq!(decode("id\n0-3\n7\nhost"), Some(record));
+        assert_eq!(round_trip("0-3"), Some(record));
+        // of a list that is too long, the first cores are kept
+        let even: Vec<String> = (0..400).map(|core| (2 * core).to_string()).collect();
+        let cores = round_trip(&even.join(",")).unwrap().cores;
+        assert!(cores.len() > 100);
+        assert!(cores.iter().enumerate().all(|(i, run)| *run == (2 * i..=2 * i)));
     }
 }
