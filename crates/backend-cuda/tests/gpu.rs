@@ -23,7 +23,7 @@ use annulus_cuda::{
 use annulus_plan::Layout;
 use half::bf16;
 
-use common::{CudaMemory, DEADLINE, OnMultiplesOfEight};
+use common::{CudaMemory, DEADLINE, OnMultiplesOfEight, verdicts};
 
 fn gpu() -> impl Subject {
     delayed(Duration::ZERO)
@@ -42,45 +42,23 @@ fn open() -> Result<Cuda> {
     Cuda::open(ordinal)
 }
 
-#[test]
-fn tiny_random_cases_hold() {
-    suite::random_cases(&gpu(), 0..6).unwrap();
-}
-
-#[test]
-fn random_cases_hold() {
-    suite::random_cases(&gpu(), 0..400).unwrap();
-}
-
-#[test]
-fn random_cases_hold_for_tensors_in_host_memory() {
-    suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500)
-        .unwrap();
-}
-
-#[test]
-fn a_sample_of_the_matrix_holds() {
-    suite::matrix(&gpu(), Scale::OneIn(3)).unwrap();
-}
-
-#[test]
-fn awkward_sizes_hold() {
-    suite::sizes(&gpu(), Scale::Full).unwrap();
-}
-
-#[test]
-fn the_numeric_rules_hold() {
-    suite::numeric_rules(&gpu()).unwrap();
-}
-
-#[test]
-fn a_visible_nan_does_not_depend_on_the_ranks() {
-    suite::nonfinite(&gpu(), Poison::NanAndInfinities).unwrap();
-}
-
-#[test]
-fn the_metamorphic_relations_hold() {
-    suite::independent_rows(&gpu()).unwrap();
+verdicts! {
+    tiny_random_cases_hold: suite::random_cases(&gpu(), 0..6);
+    random_cases_hold: suite::random_cases(&gpu(), 0..400);
+    random_cases_hold_for_tensors_in_host_memory:
+        suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500);
+    a_sample_of_the_matrix_holds: suite::matrix(&gpu(), Scale::OneIn(3));
+    awkward_sizes_hold: suite::sizes(&gpu(), Scale::Full);
+    the_numeric_rules_hold: suite::numeric_rules(&gpu());
+    a_visible_nan_does_not_depend_on_the_ranks: suite::nonfinite(&gpu(), Poison::NanAndInfinities);
+    the_metamorphic_relations_hold: suite::independent_rows(&gpu());
+    tiny_random_cases_hold_on_warpgroups:
+        on_warpgroups(|subject| suite::random_cases(subject, 200..206));
+    random_cases_hold_on_warpgroups:
+        on_warpgroups(|subject| suite::random_cases(subject, 200..600));
+    awkward_sizes_hold_on_warpgroups: on_warpgroups(|subject| suite::sizes(subject, Scale::Full));
+    the_numeric_rules_hold_on_warpgroups: on_warpgroups(suite::numeric_rules);
+    bits_repeat_on_warpgroups: on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20));
 }
 
 #[test]
@@ -194,26 +172,6 @@ fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
 }
 
 #[test]
-fn tiny_random_cases_hold_on_warpgroups() {
-    on_warpgroups(|subject| suite::random_cases(subject, 200..206)).unwrap();
-}
-
-#[test]
-fn random_cases_hold_on_warpgroups() {
-    on_warpgroups(|subject| suite::random_cases(subject, 200..600)).unwrap();
-}
-
-#[test]
-fn awkward_sizes_hold_on_warpgroups() {
-    on_warpgroups(|subject| suite::sizes(subject, Scale::Full)).unwrap();
-}
-
-#[test]
-fn the_numeric_rules_hold_on_warpgroups() {
-    on_warpgroups(suite::numeric_rules).unwrap();
-}
-
-#[test]
 fn every_variant_holds_on_warpgroups() {
     let hold = |subject: &dyn Subject, causal| {
         Variant::all().filter(|variant| variant.has_matrix()).try_for_each(
@@ -221,9 +179,4 @@ fn every_variant_holds_on_warpgroups() {
         )
     };
     on_warpgroups(|subject| hold(subject, false).and_then(|()| hold(subject, true))).unwrap();
-}
-
-#[test]
-fn bits_repeat_on_warpgroups() {
-    on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
 }

@@ -134,7 +134,7 @@ impl WgpuWorkspace {
         let tile = tile_variant(gpu, spec, storage)?;
         let vectors = (dims.batch * shard.queries.len() * dims.q_heads) as u64;
         // row kernels bind their statistics whole
-        if vectors * 16 > gpu.max_binding_bytes() {
+        if vectors * 16 > gpu.chunk_limits().binding_bytes {
             return Err(Error::unsupported(
                 format!("{vectors} rows of queries and heads on one rank"),
                 gpu.name(),

@@ -447,16 +447,6 @@ impl Gpu {
         self.0.opened.device.limits().max_buffer_size / 4 * 4
     }
 
-    /// Upper bound of a binding in bytes.
-    pub(crate) fn max_binding_bytes(&self) -> u64 {
-        self.0.chunk_limits.binding_bytes
-    }
-
-    /// Alignment of binding offsets.
-    pub(crate) fn alignment(&self) -> u64 {
-        self.0.chunk_limits.alignment
-    }
-
     /// True if the adapter computes on the CPU.
     pub(crate) fn is_software(&self) -> bool {
         self.0.chunk_limits.loop_steps.is_some()

@@ -109,16 +109,17 @@ impl ElementRange {
 
     /// True if a binding of the range fits the device, at any alignment.
     pub(crate) fn fits(self, gpu: &Gpu) -> bool {
-        Self::bound_bytes(self.count, self.bytes, gpu.alignment()) <= gpu.max_binding_bytes()
+        Self::bound_bytes(self.count, self.bytes, gpu.chunk_limits().alignment)
+            <= gpu.chunk_limits().binding_bytes
     }
 
     /// Returns the binding and the offset of the first element in it, in elements.
     pub(crate) fn bind(self, gpu: &Gpu, buffer: &wgpu::Buffer) -> Result<(BoundResource, u32)> {
         let start = self.first * self.bytes;
-        let offset = start / gpu.alignment() * gpu.alignment();
+        let offset = start / gpu.chunk_limits().alignment * gpu.chunk_limits().alignment;
         let end = ((self.first + self.count) * self.bytes).next_multiple_of(4).max(offset + 4);
         let size = end - offset;
-        if size > gpu.max_binding_bytes() || end > buffer.size() {
+        if size > gpu.chunk_limits().binding_bytes || end > buffer.size() {
             return Err(Error::internal(format!(
                 "{size} bytes from {offset} do not fit a binding of a buffer of {}",
                 buffer.size()
@@ -205,7 +206,7 @@ impl<'a> Commands<'a> {
     }
 
     fn append(&mut self, bytes: &[u8]) -> u64 {
-        let alignment = annulus_core::index(self.gpu.alignment());
+        let alignment = annulus_core::index(self.gpu.chunk_limits().alignment);
         let offset = self.arena.bytes.len().next_multiple_of(alignment);
         self.arena.bytes.resize(offset, 0);
         self.arena.bytes.extend_from_slice(bytes);

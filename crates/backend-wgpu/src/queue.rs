@@ -1,4 +1,5 @@
-//! Submissions of a device: their order, the parts in the queue, and the proof that kernels ran.
+//! The queue of a device: submissions and their order, the waits for them, the parts in the queue,
+//! and the proof that kernels ran.
 //!
 //! wgpu ignores the status of a Metal command buffer, so one that the system ends early looks
 //! complete. The last kernel of each batch therefore adds 1 to a counter on the device (kernel:
@@ -6,9 +7,6 @@
 //! and is an error unless it equals the number of batches submitted before.
 //!
 //! Idle staging buffers of one device.
-//!
-//! The queue of a device: submissions, the waits for them, and the check that their kernels ran
-//! (`submissions.rs`).
 
 use std::{
     ops::ControlFlow,

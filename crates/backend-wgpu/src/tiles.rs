@@ -135,7 +135,7 @@ impl TilePass<'_> {
         let tiles = chunk.queries.1.div_ceil(packing.queries());
         let workgroups = tiles * (heads / packing.heads()) * chunk.batches.1;
         let shape = RangeShape::of(&self.spec.dims, chunk.queries.1);
-        let most_ranges = shape.most_ranges(self.gpu.max_binding_bytes(), workgroups);
+        let most_ranges = shape.most_ranges(self.gpu.chunk_limits().binding_bytes, workgroups);
         let planes = if size.per_batch { chunk.batches.1 } else { 1 }
             * if size.per_head { heads } else { 1 };
         // a range begins with a list and cuts a run
@@ -227,7 +227,7 @@ impl TilePass<'_> {
             })
             .transpose()?;
         let workgroups = self.workgroups(work);
-        let aligned = self.operands_at(0).are_aligned(self.gpu.alignment());
+        let aligned = self.operands_at(0).are_aligned(self.gpu.chunk_limits().alignment);
         let decodes = packing != GqaPacking::none(TILE) || partial.is_some();
         let variant =
             self.kind.variant(TileVariant { aligned, decodes, tall: form.is_tall(), ..self.tile });

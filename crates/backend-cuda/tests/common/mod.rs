@@ -14,6 +14,17 @@ use annulus_cuda::{
 };
 use ndarray::{Array4, ArrayView4, s};
 
+/// Declares tests of a verdict each.
+macro_rules! verdicts {
+    ($($(#[$doc:meta])* $name:ident: $verdict:expr;)*) => {
+        $($(#[$doc])* #[test]
+        fn $name() {
+            $verdict.unwrap();
+        })*
+    };
+}
+pub(crate) use verdicts;
+
 /// Longest wait of a test for a peer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 

@@ -11,18 +11,17 @@ use annulus_core::DType;
 use annulus_plan::Layout;
 
 use crate::{
-    common::{hosted, wide},
+    common::{hosted, verdicts, wide},
     support::{delayed, emulated, plain, plain_hosted},
 };
 
-#[test]
-fn random_cases_hold_on_the_emulated_device() {
-    suite::random_cases(&plain(), 0..40).unwrap();
-}
-
-#[test]
-fn a_sample_of_the_matrix_holds_on_the_emulated_device() {
-    suite::matrix(&plain(), Scale::OneIn(13)).unwrap();
+verdicts! {
+    random_cases_hold_on_the_emulated_device: suite::random_cases(&plain(), 0..40);
+    a_sample_of_the_matrix_holds_on_the_emulated_device: suite::matrix(&plain(), Scale::OneIn(13));
+    random_cases_hold_for_tensors_in_host_memory: suite::random_cases(&plain_hosted(), 100..120);
+    awkward_sizes_hold_on_the_emulated_device: suite::sizes(&plain(), Scale::Full);
+    messages_that_overtake_each_other_change_no_bit:
+        suite::same_bits_under_delay(&plain(), &delayed(Duration::from_millis(1)), 3);
 }
 
 #[test]
@@ -53,11 +52,6 @@ fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
 }
 
 #[test]
-fn random_cases_hold_for_tensors_in_host_memory() {
-    suite::random_cases(&plain_hosted(), 100..120).unwrap();
-}
-
-#[test]
 fn strategies_hold_for_tensors_in_host_memory() {
     suite::strategies(&plain_hosted(), 4..10).unwrap();
 }
@@ -70,16 +64,6 @@ fn ranks_may_share_a_gpu_and_its_stream() {
         let case = Case::random(130 + ranks as u64);
         suite::answer(&subject, &case, &Setting::new(ranks, Layout::Zigzag)).unwrap();
     }
-}
-
-#[test]
-fn awkward_sizes_hold_on_the_emulated_device() {
-    suite::sizes(&plain(), Scale::Full).unwrap();
-}
-
-#[test]
-fn messages_that_overtake_each_other_change_no_bit() {
-    suite::same_bits_under_delay(&plain(), &delayed(Duration::from_millis(1)), 3).unwrap();
 }
 
 #[test]

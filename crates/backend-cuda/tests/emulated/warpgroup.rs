@@ -15,7 +15,7 @@ use annulus_plan::Layout;
 use ndarray::s;
 
 use crate::{
-    common::OnMultiplesOfEight,
+    common::{OnMultiplesOfEight, verdicts},
     support::{blocks, compiler, emulated, hopper, hopper_on, on_warpgroups},
 };
 
@@ -111,19 +111,11 @@ fn warpgroups() -> impl Subject {
     OnMultiplesOfEight(on_warpgroups(None))
 }
 
-#[test]
-fn random_cases_hold_on_warpgroups() {
-    suite::random_cases(&warpgroups(), 200..260).unwrap();
-}
-
-#[test]
-fn a_sample_of_the_matrix_holds_on_warpgroups() {
-    suite::matrix(&warpgroups(), Scale::OneIn(41)).unwrap();
-}
-
-#[test]
-fn awkward_sizes_hold_on_warpgroups() {
-    suite::sizes(&warpgroups(), Scale::OneIn(2)).unwrap();
+verdicts! {
+    random_cases_hold_on_warpgroups: suite::random_cases(&warpgroups(), 200..260);
+    a_sample_of_the_matrix_holds_on_warpgroups: suite::matrix(&warpgroups(), Scale::OneIn(41));
+    awkward_sizes_hold_on_warpgroups: suite::sizes(&warpgroups(), Scale::OneIn(2));
+    bits_repeat_on_warpgroups: suite::same_bits_over_repeats(&warpgroups(), 2);
 }
 
 #[test]
@@ -139,11 +131,6 @@ fn the_numeric_rules_hold_on_warpgroups() {
 fn a_visible_nan_does_not_depend_on_the_ranks_on_warpgroups() {
     let settings = [Setting::ALONE, Setting::new(3, Layout::Contiguous)];
     suite::nonfinite_on(&warpgroups(), Poison::NanAndInfinities, DType::Bf16, &settings).unwrap();
-}
-
-#[test]
-fn bits_repeat_on_warpgroups() {
-    suite::same_bits_over_repeats(&warpgroups(), 2).unwrap();
 }
 
 /// Scores of up to 2·10¹¹, where an ulp of the score exceeds the range of 2ˣ: a key has the weight

@@ -17,7 +17,7 @@ use super::{
     },
     tall_tiles,
     template::Template,
-    vectors::{DOUT, K, Q, ROW_STEP, V, Vectors, Words},
+    vectors::{DOUT, K, Q, ROW_STEP, V, Words},
 };
 use crate::{Level, RegisterTile};
 
@@ -48,10 +48,12 @@ const fn write(name: &'static str) -> Binding {
     Binding { name, kind: "f32", access: Access::Write }
 }
 
+const ACC: &str = "acc_words";
+
 /// Binding of accumulators.
 const fn accumulators(variant: TileVariant) -> Binding {
     let kind = if variant.aligned { "vec4<f32>" } else { "f32" };
-    Binding { name: "acc_words", kind, access: Access::Write }
+    Binding { name: ACC, kind, access: Access::Write }
 }
 
 /// Index of a workgroup's list in its plane. Long lists come first, so that no workgroup starts
@@ -136,15 +138,31 @@ fn name_rows(text: &mut Template, variant: TileVariant) {
         .name("ROW_PART", part);
 }
 
-/// Assembles a kernel. Binding 1 is the block mask; `bindings` follow.
+/// Assembles a kernel. Binding 1 is the block mask; q, the block or `keys` and `values`, the bias,
+/// what is `written`, the statistics and, for a gradient, dout follow.
 fn assemble(
     variant: TileVariant,
     template: &mut Template,
     text: &str,
-    functions: &str,
+    [keys, values]: [&'static str; 2],
+    written: Binding,
     gradient: bool,
-    bindings: &[Binding],
 ) -> Source {
+    let mut operands = vec![(&Q, "q_words"), (&K, keys), (&V, values)];
+    let statistics = if gradient { read("statistics") } else { write("statistics") };
+    let mut bindings = vec![vectors("q_words", variant), vectors(keys, variant)];
+    bindings.extend((values != keys).then(|| vectors(values, variant)));
+    let has_acc = written.name == ACC;
+    bindings.extend([read("bias_words"), written, statistics]);
+    if gradient {
+        operands.push((&DOUT, "dout_words"));
+        bindings.push(vectors("dout_words", variant));
+    }
+    let mut functions: String =
+        operands.iter().map(|(vectors, words)| vectors.functions(words, variant)).collect();
+    if has_acc {
+        functions += &acc_functions(ACC, variant.aligned);
+    }
     let on = Grid::of(variant);
     let wide = variant.has_wide_products();
     template
@@ -192,7 +210,7 @@ fn assemble(
         &template.expand(TILE_TEXT),
         &dropout,
         &gradient,
-        functions,
+        &functions,
         &template.expand(text),
     ]
     .concat();
@@ -200,10 +218,6 @@ fn assemble(
         .chain(bindings.iter().map(|binding| binding.access))
         .collect();
     Source { wgsl, bindings, params: size_of::<TileParams>() }
-}
-
-fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
-    vectors.iter().map(|(vectors, words)| vectors.functions(words, variant)).collect()
 }
 
 /// Generates the scores of a tile and their row maxima.
@@ -364,16 +378,8 @@ if ({condition}[{{r}}]) {{
     text.name("STORE_PROBS", store_factors(variant, ProductFactors::Probs, "s"));
     let into = Accumulators { prefix: "o", groups, in_memory };
     text.name("ACCUMULATE", accumulate(variant, into, ProductFactors::Probs, &V, Words::OfRows));
-    let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
-        + &acc_functions("acc_words", variant.aligned);
-    let bindings = [
-        vectors("q_words", variant),
-        vectors("block", variant),
-        read("bias_words"),
-        accumulators(variant),
-        write("statistics"),
-    ];
-    assemble(variant, &mut text, include_str!("forward.wgsl"), &functions, false, &bindings)
+    let acc = accumulators(variant);
+    assemble(variant, &mut text, include_str!("forward.wgsl"), ["block"; 2], acc, false)
 }
 
 /// Generates the kernel of dQ.
@@ -422,18 +428,8 @@ if (row + {r}u < params.queries) {
         "ACCUMULATE",
         accumulate(variant, into, ProductFactors::Gradients, &K, Words::OfRows),
     );
-    let functions =
-        functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
-            + &acc_functions("acc_words", variant.aligned);
-    let bindings = [
-        vectors("q_words", variant),
-        vectors("block", variant),
-        read("bias_words"),
-        accumulators(variant),
-        read("statistics"),
-        vectors("dout_words", variant),
-    ];
-    assemble(variant, &mut text, include_str!("backward_queries.wgsl"), &functions, true, &bindings)
+    let acc = accumulators(variant);
+    assemble(variant, &mut text, include_str!("backward_queries.wgsl"), ["block"; 2], acc, true)
 }
 
 /// Generates the kernel of dK and dV.
@@ -538,21 +534,11 @@ next_d = select(vec4<f32>(0.0), grad.p_dropped, visible);",
             .name("STORE_TILE", store_factors(variant, ProductFactors::Gradients, "s"))
             .name("ACCUMULATE_DK", of_dk);
     }
-    let functions = functions(
-        variant,
-        &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")],
-    ) + &acc_functions("acc_words", variant.aligned)
-        + if shares_rounds { SHARED_ROUNDS } else { "" };
-    let bindings = [
-        vectors("q_words", variant),
-        vectors("k_words", variant),
-        vectors("v_words", variant),
-        read("bias_words"),
-        accumulators(variant),
-        read("statistics"),
-        vectors("dout_words", variant),
-    ];
-    assemble(variant, &mut text, include_str!("backward_keys.wgsl"), &functions, true, &bindings)
+    let blocks = ["k_words", "v_words"];
+    let acc = accumulators(variant);
+    let shared = if shares_rounds { SHARED_ROUNDS } else { "" };
+    let wgsl = [shared, include_str!("backward_keys.wgsl")].concat();
+    assemble(variant, &mut text, &wgsl, blocks, acc, true)
 }
 
 /// Generates the kernel of dbias.
@@ -613,15 +599,6 @@ all = {{{{ROW_FLOATS}}}}({rest}all.x + ((kept.x + kept.y) + (kept.z + kept.w)));
     // the kernel of dbias is general
     let step = RowStep { masked: "", full: "", general: &then };
     text.name("DX", score_gradients(variant, orientation, step));
-    let functions =
-        functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
-    let bindings = [
-        vectors("q_words", variant),
-        vectors("block", variant),
-        read("bias_words"),
-        write("dbias"),
-        read("statistics"),
-        vectors("dout_words", variant),
-    ];
-    assemble(variant, &mut text, include_str!("backward_bias.wgsl"), &functions, true, &bindings)
+    let wgsl = include_str!("backward_bias.wgsl");
+    assemble(variant, &mut text, wgsl, ["block"; 2], write("dbias"), true)
 }
