@@ -12,6 +12,7 @@ JAX and CuPy take over.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,26 +159,35 @@ def given_back(array: np.ndarray[Any, Any], dtype: str, like: str) -> Any:
     return array
 
 
-class HostMemory:
-    """The memory of the arrays that a plan reads and writes: that of the host."""
+class Memory(ABC):
+    """The memory of the arrays that a plan reads and writes."""
 
-    def tensor(self, name: str, value: Any) -> Tensor:
+    @abstractmethod
+    def tensor(self, name: str, value: Any, *, writable: bool = False) -> Tensor:
         """Views an array of floats."""
-        return tensor(name, value)
 
-    def output(
-        self, name: str, given: Any, shape: tuple[int, ...], dtype: str, like: str
-    ) -> np.ndarray[Any, Any]:
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: str, like: str) -> Any:
+        """Returns an array of undefined elements."""
+
+    def output(self, name: str, given: Any, shape: tuple[int, ...], dtype: str, like: str) -> Any:
         """Views an array that is to be written, or makes a new one."""
         if given is None:
-            return empty(shape, dtype)
+            return self.empty(shape, dtype, like)
         if library(given) == "jax":
             raise unsupported(name, "a JAX array is never written")
-        found = tensor(name, given, writable=True)
+        found = self.tensor(name, given, writable=True)
         if found.dtype != dtype or found.array.shape != shape:
             raise invalid(name, f"{found.dtype} {found.array.shape}", f"{dtype} {shape}")
-        array: np.ndarray[Any, Any] = found.array
-        return array
+        return found.array
+
+
+class HostMemory(Memory):
+    """The memory of the host."""
+
+    def tensor(self, name: str, value: Any, *, writable: bool = False) -> Tensor:
+        """Views an array of floats."""
+        return tensor(name, value, writable=writable)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: str) -> np.ndarray[Any, Any]:
         """Returns an array of undefined elements."""
@@ -303,13 +313,13 @@ def current_stream(value: Any, device: int) -> int:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(Memory):
     """The memory of the GPU that a plan computes on, with what ``HostMemory`` does."""
 
     place: Place
 
-    def tensor(self, name: str, value: Any) -> Tensor:
-        """Views an array of floats."""
+    def tensor(self, name: str, value: Any, *, writable: bool = False) -> Tensor:
+        """Views an array of floats. The extension module refuses one that cannot be written."""
         place = self.place
         if device_of(value) is None:
             want = f"one in the memory of GPU {place.device}"
@@ -322,20 +332,6 @@ class DeviceMemory:
         if array.device != place.device:
             raise invalid(name, f"memory of GPU {array.device}", f"memory of GPU {place.device}")
         return Tensor(array, array.dtype, _library_on_gpu(value))
-
-    def output(
-        self, name: str, given: Any, shape: tuple[int, ...], dtype: str, like: str
-    ) -> _annulus.DeviceArray:
-        """Views an array that is to be written, or makes a new one."""
-        if given is None:
-            return self.empty(shape, dtype, like)
-        if library(given) == "jax":
-            raise unsupported(name, "a JAX array is never written")
-        found = self.tensor(name, given)
-        if found.dtype != dtype or found.array.shape != shape:
-            raise invalid(name, f"{found.dtype} {found.array.shape}", f"{dtype} {shape}")
-        array: _annulus.DeviceArray = found.array
-        return array
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: str) -> _annulus.DeviceArray:
         """Returns an array of undefined elements. That of torch is allocated by torch, in the order

@@ -349,6 +349,11 @@ pub(crate) struct ArrayInterface<'py> {
     /// In bytes; `None` if the array is dense.
     pub(crate) strides: Option<Vec<isize>>,
     pub(crate) typestr: String,
+    /// The whole, with the fields that only arrays of GPUs have.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "arrays of GPUs have more fields")
+    )]
     pub(crate) dict: Bound<'py, PyDict>,
 }
 

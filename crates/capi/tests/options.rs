@@ -11,8 +11,8 @@ use std::{
 };
 
 use annulus::{
-    Alignment, Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Layout,
-    LocalRing, Precision, Route, Runtime, Setup, SinkShape, Strategy, Tensors,
+    Alignment, Attention, Backward, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element,
+    Forward, Layout, LocalRing, Precision, Route, Runtime, Setup, SinkShape, Strategy, Tensors,
     backend::{AnyBackend, BackendName},
     bias::Alibi,
     half::{bf16, f16},
@@ -80,6 +80,23 @@ fn bits<T: Element, D: Dimension>(array: &Array<T, D>) -> Vec<u64> {
     array.iter().map(|number| number.to_f64().to_bits()).collect()
 }
 
+fn answer<T: Element>(forward: &Forward<T>, gradients: &Backward<T>) -> Answer {
+    let mut answer = vec![
+        ("out", bits(&forward.out)),
+        ("lse", bits(&forward.lse)),
+        ("dq", bits(&gradients.dq)),
+        ("dk", bits(&gradients.dk)),
+        ("dv", bits(&gradients.dv)),
+    ];
+    answer.extend(forward.max.iter().map(|max| ("max", bits(max))));
+    answer.extend(forward.sum.iter().map(|sum| ("sum", bits(sum))));
+    answer.extend(forward.ties.iter().map(|ties| ("ties", bits(ties))));
+    answer.extend(forward.out_residual.iter().map(|residual| ("out_residual", bits(residual))));
+    answer.extend(gradients.dbias.iter().map(|dbias| ("dbias", bits(dbias))));
+    answer.extend(gradients.dsoftmax_aux.iter().map(|dsinks| ("dsinks", bits(dsinks))));
+    Answer(answer)
+}
+
 /// The answer of the facade.
 fn by_facade<T: Element>(
     setup: &Setup,
@@ -101,20 +118,7 @@ fn by_facade<T: Element>(
     let forward = ring.forward(&tensors).unwrap();
     let dlse = Some(data.dlse.view());
     let gradients = ring.backward(&tensors, &forward, data.dout.view(), dlse).unwrap();
-    let mut answer = vec![
-        ("out", bits(&forward.out)),
-        ("lse", bits(&forward.lse)),
-        ("dq", bits(&gradients.dq)),
-        ("dk", bits(&gradients.dk)),
-        ("dv", bits(&gradients.dv)),
-    ];
-    answer.extend(forward.max.iter().map(|max| ("max", bits(max))));
-    answer.extend(forward.sum.iter().map(|sum| ("sum", bits(sum))));
-    answer.extend(forward.ties.iter().map(|ties| ("ties", bits(ties))));
-    answer.extend(forward.out_residual.iter().map(|residual| ("out_residual", bits(residual))));
-    answer.extend(gradients.dbias.iter().map(|dbias| ("dbias", bits(dbias))));
-    answer.extend(gradients.dsoftmax_aux.iter().map(|dsinks| ("dsinks", bits(dsinks))));
-    Answer(answer)
+    answer(&forward, &gradients)
 }
 
 /// The answer of the C interface.
@@ -132,67 +136,57 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     update(plan, &case.batch);
 
     let Dims { batch, q_len, q_heads, value_dim, .. } = case.dims;
-    let unnormalized = options.unnormalized == 1;
-    let out = Array4::<T>::from_elem((batch, q_len, q_heads, value_dim), T::from_f64(7.0));
-    let seven = T::Accumulator::from_f64(7.0);
-    let statistics = || Array3::<T::Accumulator>::from_elem((batch, q_heads, q_len), seven);
-    let (lse, max, sum, ties) = (statistics(), statistics(), statistics(), statistics());
+    let (seven, seven_of_sums) = (T::from_f64(7.0), T::Accumulator::from_f64(7.0));
     let is_narrow = matches!(T::DTYPE, DType::Bf16 | DType::F16);
     let has_residual = is_narrow && matches!(case.backend, BackendName::Cpu);
-    let residual = has_residual.then(|| out.clone());
-    let gradient = |input: &Array4<T>| Array4::<T>::from_elem(input.raw_dim(), T::from_f64(7.0));
-    let [dq, dk, dv] = [&data.q, &data.k, &data.v].map(gradient);
-    let dbias = data.bias.as_ref().map(|bias| Array4::from_elem(bias.raw_dim(), seven));
-    let dsinks = data.sinks.as_ref().map(|sinks| Array2::from_elem(sinks.raw_dim(), seven));
+    let of_out = || Array4::from_elem((batch, q_len, q_heads, value_dim), seven);
+    let statistics = || Array3::from_elem((batch, q_heads, q_len), seven_of_sums);
+    let forward = Forward::<T> {
+        out: of_out(),
+        lse: statistics(),
+        max: Some(statistics()),
+        sum: Some(statistics()),
+        ties: (options.unnormalized == 1).then(statistics),
+        out_residual: has_residual.then(of_out),
+        reports: Vec::new(),
+    };
+    let gradients = Backward::<T> {
+        dq: Array4::from_elem(data.q.raw_dim(), seven),
+        dk: Array4::from_elem(data.k.raw_dim(), seven),
+        dv: Array4::from_elem(data.v.raw_dim(), seven),
+        dbias: data.bias.as_ref().map(|bias| Array4::from_elem(bias.raw_dim(), seven_of_sums)),
+        dsoftmax_aux: data.sinks.as_ref().map(|to| Array2::from_elem(to.raw_dim(), seven_of_sums)),
+        reports: Vec::new(),
+    };
 
     let inputs = [&data.q, &data.k, &data.v, &data.dout].map(tensor);
-    let outputs = [tensor(&out), tensor(&lse)];
-    let gradients = [&dq, &dk, &dv].map(tensor);
-    let [max_tensor, sum_tensor, ties_tensor] = [&max, &sum, &ties].map(tensor);
+    let outputs = [tensor(&forward.out), tensor(&forward.lse)];
+    let to = [&gradients.dq, &gradients.dk, &gradients.dv].map(tensor);
+    let statistics = [&forward.max, &forward.sum, &forward.ties];
+    let statistics = statistics.map(|array| array.as_ref().map(tensor));
+    let [max, sum, ties] = statistics.each_ref().map(|tensor| pointer(tensor.as_ref()));
     let optional = [
         data.bias.as_ref().map(tensor),
         data.sinks.as_ref().map(tensor),
-        residual.as_ref().map(tensor),
-        unnormalized.then_some(ties_tensor),
-        dbias.as_ref().map(tensor),
-        dsinks.as_ref().map(tensor),
+        forward.out_residual.as_ref().map(tensor),
+        Some(tensor(&data.dlse)),
+        gradients.dbias.as_ref().map(tensor),
+        gradients.dsoftmax_aux.as_ref().map(tensor),
     ];
-    let [bias, softmax_aux, out_residual, ties_pointer, to_dbias, to_dsinks] =
+    let [bias, softmax_aux, out_residual, dlse, dbias, dsoftmax_aux] =
         optional.each_ref().map(|tensor| pointer(tensor.as_ref()));
-    let (mut forward, mut backward) =
-        args(inputs.each_ref(), outputs.each_ref(), gradients.each_ref());
-    (forward.bias, forward.softmax_aux) = (bias, softmax_aux);
-    (forward.max, forward.sum) = (&raw const max_tensor, &raw const sum_tensor);
-    (forward.ties, forward.out_residual) = (ties_pointer, out_residual);
-    (backward.bias, backward.softmax_aux) = (bias, softmax_aux);
-    (backward.max, backward.sum) = (forward.max, forward.sum);
-    (backward.ties, backward.out_residual) = (ties_pointer, out_residual);
-    (backward.dbias, backward.dsoftmax_aux) = (to_dbias, to_dsinks);
-    let dlse = tensor(&data.dlse);
-    backward.dlse = &raw const dlse;
+    let (args, of_backward) = args(inputs.each_ref(), outputs.each_ref(), to.each_ref());
+    let args = annulus_forward_args { bias, softmax_aux, max, sum, ties, out_residual, ..args };
+    let of_backward =
+        annulus_backward_args { bias, softmax_aux, max, sum, ties, out_residual, ..of_backward };
+    let of_backward = annulus_backward_args { dlse, dbias, dsoftmax_aux, ..of_backward };
     // SAFETY: the arrays outlive the calls, and nobody touches them meanwhile
     unsafe {
-        ok(annulus_forward(plan, &raw const forward));
-        ok(annulus_backward(plan, &raw const backward));
+        ok(annulus_forward(plan, &raw const args));
+        ok(annulus_backward(plan, &raw const of_backward));
     }
     ok(annulus_plan_destroy(plan));
-
-    let mut answer = vec![
-        ("out", bits(&out)),
-        ("lse", bits(&lse)),
-        ("dq", bits(&dq)),
-        ("dk", bits(&dk)),
-        ("dv", bits(&dv)),
-        ("max", bits(&max)),
-        ("sum", bits(&sum)),
-    ];
-    if unnormalized {
-        answer.push(("ties", bits(&ties)));
-    }
-    answer.extend(residual.iter().map(|residual| ("out_residual", bits(residual))));
-    answer.extend(dbias.iter().map(|dbias| ("dbias", bits(dbias))));
-    answer.extend(dsinks.iter().map(|dsinks| ("dsinks", bits(dsinks))));
-    Answer(answer)
+    answer(&forward, &gradients)
 }
 
 fn update(plan: *mut annulus_plan, batch: &Batch) {

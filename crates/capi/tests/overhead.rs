@@ -14,8 +14,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardViewMut, Dims, Division, ForwardView, ForwardViewMut, Layout as RowLayout,
-    LocalRing, Runtime, Setup, Tensors, ndarray::Array3, ndarray::Array4,
+    Attention, Backward, Dims, Division, Forward, Layout as RowLayout, LocalRing, Runtime, Setup,
+    Tensors, ndarray::Array4,
 };
 use annulus_capi::*;
 use common::{args, options, plan_of_threads, tensor};
@@ -76,44 +76,40 @@ fn fastest(mut call: impl FnMut()) -> Duration {
     (0..CALLS).map(time).min().unwrap_or_default()
 }
 
+/// Causal attention, with one thread for each rank.
+fn causal() -> Setup {
+    (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)).into()
+}
+
 /// Tensors `[1, len, heads, dim]`, which are those of a forward and of a backward pass.
 struct Case {
     dims: Dims,
     x: Array4<f32>,
-    out: Array4<f32>,
-    lse: Array3<f32>,
-    gradients: [Array4<f32>; 3],
+    forward: Forward<f32>,
+    gradients: Backward<f32>,
 }
 
 impl Case {
     fn new(len: usize, heads: usize, dim: usize) -> Self {
-        let shape = (1, len, heads, dim);
-        Self {
-            dims: Dims::new(1, len, heads, dim),
-            x: Array4::ones(shape),
-            out: Array4::zeros(shape),
-            lse: Array3::zeros((1, heads, len)),
-            gradients: [0; 3].map(|_| Array4::zeros(shape)),
-        }
+        let dims = Dims::new(1, len, heads, dim);
+        let x = Array4::ones((1, len, heads, dim));
+        let mut ring = LocalRing::new(causal(), dims, 1).unwrap();
+        let tensors = Tensors::new(x.view(), x.view(), x.view());
+        let mut forward = ring.forward(&tensors).unwrap();
+        (forward.max, forward.sum) = (None, None);
+        let gradients = ring.backward(&tensors, &forward, x.view(), None).unwrap();
+        Self { dims, x, forward, gradients }
     }
 
     fn forward(&mut self, ring: &mut LocalRing) {
         let tensors = Tensors::new(self.x.view(), self.x.view(), self.x.view());
-        let (out, lse) = (self.out.view_mut(), self.lse.view_mut());
-        let outputs =
-            ForwardViewMut { out, lse, max: None, sum: None, ties: None, out_residual: None };
-        ring.forward_into(&tensors, outputs).unwrap();
+        ring.forward_into(&tensors, self.forward.view_mut()).unwrap();
     }
 
     fn backward(&mut self, ring: &mut LocalRing) {
         let x = self.x.view();
-        let tensors = Tensors::new(x, x, x);
-        let (out, lse) = (self.out.view(), self.lse.view());
-        let forward =
-            ForwardView { out, lse, max: None, sum: None, ties: None, out_residual: None };
-        let [dq, dk, dv] = self.gradients.each_mut().map(|array| array.view_mut());
-        let gradients = BackwardViewMut { dq, dk, dv, dbias: None, dsoftmax_aux: None };
-        ring.backward_into(&tensors, &forward, x, None, gradients).unwrap();
+        let (forward, gradients) = (self.forward.view(), self.gradients.view_mut());
+        ring.backward_into(&Tensors::new(x, x, x), &forward, x, None, gradients).unwrap();
     }
 
     /// A plan of C over threads, causal, in f32.
@@ -123,9 +119,10 @@ impl Case {
 
     /// Calls `pass` with the arguments of both passes.
     fn by_c(&mut self, pass: impl FnOnce(&annulus_forward_args, &annulus_backward_args)) {
-        let [input, output] = [&self.x, &self.out].map(tensor);
-        let gradients = self.gradients.each_ref().map(tensor);
-        let outputs = [&output, &tensor(&self.lse)];
+        let [input, output] = [&self.x, &self.forward.out].map(tensor);
+        let Backward { dq, dk, dv, .. } = &self.gradients;
+        let gradients = [dq, dk, dv].map(tensor);
+        let outputs = [&output, &tensor(&self.forward.lse)];
         let (forward, backward) = args([&input; 4], outputs, gradients.each_ref());
         pass(&forward, &backward);
     }
@@ -136,12 +133,8 @@ fn a_warm_pass_of_one_rank_allocates_nothing() {
     let _alone = alone();
     let mut case = Case::new(64, 1, 16);
     for causal in [false, true] {
-        let attention = Setup::from((
-            Attention::new().causal(causal),
-            Division::new(),
-            Runtime::new().threads(1),
-        ));
-        let mut ring = LocalRing::new(&attention, case.dims, 1).unwrap();
+        let setup = self::causal().map_attention(|attention| attention.causal(causal));
+        let mut ring = LocalRing::new(setup, case.dims, 1).unwrap();
         assert_eq!(allocations(|| case.forward(&mut ring)), 0, "forward");
         assert_eq!(allocations(|| case.backward(&mut ring)), 0, "backward");
     }
@@ -168,12 +161,8 @@ fn allocations_of_a_ring_of_threads_do_not_depend_on_the_length() {
         for layout in [RowLayout::Contiguous, RowLayout::Striped, RowLayout::Zigzag] {
             let counts = [96, 960].map(|len| {
                 let mut case = Case::new(len, 1, 16);
-                let attention = Setup::from((
-                    Attention::new().causal(true),
-                    Division::new().layout(layout.clone()),
-                    Runtime::new().threads(1),
-                ));
-                let mut ring = LocalRing::new(&attention, case.dims, ranks).unwrap();
+                let setup = causal().map_division(|division| division.layout(layout.clone()));
+                let mut ring = LocalRing::new(setup, case.dims, ranks).unwrap();
                 let forward = allocations(|| case.forward(&mut ring));
                 [forward, allocations(|| case.backward(&mut ring))]
             });
@@ -216,9 +205,7 @@ fn the_bytes_of_a_plan_are_what_the_allocator_counts() {
 fn a_call_by_c_takes_the_time_of_a_call_by_rust() {
     let _alone = alone();
     let mut case = Case::new(64, 1, 16);
-    let attention =
-        Setup::from((Attention::new().causal(true), Division::new(), Runtime::new().threads(1)));
-    let mut ring = LocalRing::new(&attention, case.dims, 1).unwrap();
+    let mut ring = LocalRing::new(causal(), case.dims, 1).unwrap();
     let by_rust = fastest(|| case.forward(&mut ring));
     let plan = case.plan(1);
     let mut by_c = Duration::MAX;

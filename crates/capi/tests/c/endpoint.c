@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include "case.h"
-#include "decode.h"
 
 /* Counts the communicators that the library duplicates, where it is linked with this MPI. */
 static int made = 0;

@@ -151,7 +151,7 @@ contains
                                  out(:, :, first + 1:last + 1, :), lse(first + 1:last + 1, :, :)))
   end subroutine decode_rows
 
-  ! Decoding as tests/c/decode.h does it: a prefill in two chunks, then tokens one by one.
+  ! Decoding as tests/c/case.h does it: a prefill in two chunks, then tokens one by one.
   subroutine decode(decoder, out, lse)
     type(c_ptr), intent(in) :: decoder
     real(c_float), intent(inout) :: out(:, :, :, :), lse(:, :, :)
