@@ -142,7 +142,8 @@ def test_max_and_sum_have_no_gradient_in_transforms() -> None:
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_losses_follow_those_of_one_process(ranks: int) -> None:
-    assert f"passed on {ranks} ranks" in launch(ranks, "training_program.py")
+    told = launch(ranks, "torch_ranks_program.py", program_arguments=["training"])
+    assert f"passed on {ranks} ranks" in told
 
 
 @needs_mpi
