@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 
 class Error(Exception):
     """An error of annulus.
@@ -62,7 +64,20 @@ def from_code(code: int, message: str, argument: str | None) -> Error:
         OUT_OF_MEMORY: OutOfMemory,
         ARRIVAL_TIMEOUT: ArrivalTimeout,
     }
+    if code == UNSUPPORTED:
+        argument = argument or _first_argument(message)
     return classes.get(code, Error)(message, code, argument)
+
+
+def _first_argument(message: str) -> str | None:
+    """Returns the argument with whose name a message of the extension module begins."""
+    # modules that import this one
+    from ._calls import ring_attention
+    from ._plan import Plan
+
+    name = message.split(maxsplit=1)[0]
+    calls = (ring_attention, Plan.__init__, Plan.backward)
+    return name if any(name in inspect.signature(call).parameters for call in calls) else None
 
 
 def invalid(argument: str, got: object, want: object) -> InvalidArgument:

@@ -41,6 +41,21 @@ def test_gradients(golden: Case, ranks: int) -> None:
     check(golden, "float64", {"out": out.detach(), "lse": lse.detach(), **got})
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("reproducible", {"reproducible": True, "strategy": "grid:2x2"}),
+        ("bias", {"bias": torch.zeros(1, 1, 24, 24), "fused_backward": False}),
+        ("attention_mask", {"attention_mask": torch.ones(1, 1, 24, 24) > 0, "fused_backward": False}),
+    ],
+)
+def test_unsupported_combinations_name_an_argument(name: str, arguments: dict[str, Any]) -> None:
+    query, key, value = (torch.zeros(1, 24, 2, 8, requires_grad=True) for _ in range(3))
+    with pytest.raises(annulus.Unsupported, match=f"^{name} ") as caught:
+        annulus.ring_attention(query, key, value, ranks=4, **arguments)
+    assert caught.value.argument == name
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("fused_backward", [True, False])
 def test_gradcheck(ranks: int, fused_backward: bool) -> None:

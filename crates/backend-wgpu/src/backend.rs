@@ -71,7 +71,7 @@ impl Backend for Wgpu {
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         spec.validate()?;
         if spec.dtype == DType::F64 {
-            return Err(Error::unsupported("f64", "wgpu"));
+            return Err(Error::unsupported("dtype f64", "wgpu"));
         }
         for (name, dim) in [("head_dim", spec.dims.head_dim), ("value_dim", spec.dims.value_dim)] {
             if dim > Self::MAX_DIM {
@@ -130,7 +130,7 @@ impl WgpuWorkspace {
     pub(crate) fn new(gpu: &Gpu, shard: &RankShard, passes: Passes) -> Result<Self> {
         let spec = &shard.spec;
         let dims = &spec.dims;
-        let storage = Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("f64", "wgpu"))?;
+        let storage = Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("dtype f64", "wgpu"))?;
         let tile = tile_variant(gpu, spec, storage)?;
         let vectors = (dims.batch * shard.queries.len() * dims.q_heads) as u64;
         // row kernels bind their statistics whole

@@ -58,7 +58,7 @@ impl DeviceSpace for WgpuSpace {
     fn upload(gpu: &Gpu, from: HostView<'_>, into: &mut Tensor, tick: Tick<'_>) -> Result<()> {
         into.check_matches(gpu, (from.dtype(), from.shape()))?;
         match from {
-            HostView::F64(_) => Err(Error::unsupported("f64", "wgpu")),
+            HostView::F64(_) => Err(Error::unsupported("dtype f64", "wgpu")),
             HostView::F32(from) => into.fill(from, tick),
             HostView::Bf16(from) => into.fill(from, tick),
             HostView::F16(from) => into.fill(from, tick),
@@ -73,7 +73,7 @@ impl DeviceSpace for WgpuSpace {
     ) -> Result<()> {
         from.check_matches(gpu, (into.dtype(), into.shape()))?;
         match into {
-            HostViewMut::F64(_) => Err(Error::unsupported("f64", "wgpu")),
+            HostViewMut::F64(_) => Err(Error::unsupported("dtype f64", "wgpu")),
             HostViewMut::F32(into) => from.read_into(into, tick),
             HostViewMut::Bf16(into) => from.read_into(into, tick),
             HostViewMut::F16(into) => from.read_into(into, tick),
@@ -223,7 +223,7 @@ impl Tensor {
     /// As [`Tensor::zeros`].
     pub fn upload_rounded(gpu: &Gpu, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self> {
         match dtype {
-            DType::F64 => Err(Error::unsupported("f64", "wgpu")),
+            DType::F64 => Err(Error::unsupported("dtype f64", "wgpu")),
             DType::F32 => Self::upload(gpu, numbers.mapv(<f32 as Element>::from_f64).view()),
             DType::Bf16 => Self::upload(gpu, numbers.mapv(<bf16 as Element>::from_f64).view()),
             DType::F16 => Self::upload(gpu, numbers.mapv(<f16 as Element>::from_f64).view()),
@@ -278,7 +278,7 @@ impl Tensor {
     /// [`Error::Device`].
     pub fn download_widened(&self) -> Result<Array4<f64>> {
         match self.dtype {
-            DType::F64 => Err(Error::unsupported("f64", "wgpu")),
+            DType::F64 => Err(Error::unsupported("dtype f64", "wgpu")),
             DType::F32 => Ok(self.download::<f32>()?.mapv(Element::to_f64)),
             DType::Bf16 => Ok(self.download::<bf16>()?.mapv(Element::to_f64)),
             DType::F16 => Ok(self.download::<f16>()?.mapv(Element::to_f64)),
@@ -314,7 +314,7 @@ impl Tensor {
 /// [`Error::Unsupported`] for f64.
 fn bytes_of(dtype: DType, shape: [usize; 4]) -> Result<u64> {
     if dtype == DType::F64 {
-        return Err(Error::unsupported("f64", "wgpu"));
+        return Err(Error::unsupported("dtype f64", "wgpu"));
     }
     Ok(shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64)
 }

@@ -209,7 +209,7 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
     }
     match shard.spec.bias {
         Some([_, _, queries, _]) if queries != 1 && !has_bias => {
-            Err(Error::unsupported("a bias that differs between queries", by))
+            Err(Error::unsupported("bias that differs between queries", by))
         }
         _ => Ok(()),
     }

@@ -193,7 +193,7 @@ pub(crate) fn verify(gpu: &Gpu, problem: &Verification<'_>) -> Result<bool> {
         DType::F32 => (compute_twice::<f32>, 2e-5),
         DType::Bf16 => (compute_twice::<bf16>, 5e-3),
         DType::F16 => (compute_twice::<f16>, 1e-3),
-        DType::F64 => return Err(Error::unsupported("f64", "wgpu")),
+        DType::F64 => return Err(Error::unsupported("dtype f64", "wgpu")),
     };
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut line = serde_json::Map::new();

@@ -172,7 +172,7 @@ fn describe((dtype, shape): Described) -> String {
 pub(crate) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
     if sends_bare_queries(spec, ranks) && spec.bias.is_some_and(|shape| shape[2] != 1) {
         return Err(Error::unsupported(
-            "a bias tensor with a query axis in a two-pass backward over several ranks",
+            "bias with a query axis in a two-pass backward over several ranks",
             "the ring",
         ));
     }
