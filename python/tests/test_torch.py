@@ -46,7 +46,10 @@ def test_gradients(golden: Case, ranks: int) -> None:
     [
         ("reproducible", {"reproducible": True, "strategy": "grid:2x2"}),
         ("bias", {"bias": torch.zeros(1, 1, 24, 24), "fused_backward": False}),
-        ("attention_mask", {"attention_mask": torch.ones(1, 1, 24, 24) > 0, "fused_backward": False}),
+        (
+            "attention_mask",
+            {"attention_mask": torch.ones(1, 1, 24, 24) > 0, "fused_backward": False},
+        ),
     ],
 )
 def test_unsupported_combinations_name_an_argument(name: str, arguments: dict[str, Any]) -> None:
