@@ -1,4 +1,5 @@
-//! Implementation of [`Backend`]: a GPU, its compiler, and the kernels compiled so far.
+//! Implementation of [`Backend`]: a GPU, its compiler, and the kernels compiled so far; and of
+//! [`Workspace`].
 
 use std::{
     collections::HashMap,
@@ -6,16 +7,22 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use annulus_core::{Backend, Capabilities, OnHost, Passes, RankShard, Result, Spec, index, memory};
+use annulus_core::{
+    Backend, BackwardInputs, BackwardMode, Capabilities, Error, Inputs, OnHost, Passes, RankShard,
+    Result, Spec, Tick, View, Workspace, index, memory,
+};
 use annulus_device_cuda::{
     Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, ImageCache, Stream, Symbols,
 };
 
 use crate::{
     Level,
+    backward::CudaBackward,
+    forward::CudaForward,
+    forward_tiles::ForwardTiles,
     kernels::{Kernels, SourceEdit, THREADS, VariantKernels},
-    pass_context::slopes,
-    state::CudaWorkspace,
+    pass_context::{PassContext, slopes},
+    state::{BackwardState, ForwardState, StateSizes, grow},
     variant::Variant,
 };
 
@@ -289,5 +296,81 @@ impl Backend for Cuda {
         let kernels = self.kernels(&shard.spec)?;
         self.stream.device().set_range_copy(kernels.general.get("copy_ranges")?, THREADS);
         CudaWorkspace::new(shard, passes, &self.stream, kernels)
+    }
+}
+
+/// Device memory of the passes of one rank, and cached block masks.
+#[derive(Debug)]
+pub struct CudaWorkspace {
+    context: PassContext,
+    forward: ForwardState,
+    /// Present in a workspace for [`Passes::Both`].
+    backward: Option<BackwardState>,
+}
+
+impl CudaWorkspace {
+    pub(crate) fn new(
+        shard: &RankShard,
+        passes: Passes,
+        stream: &Stream,
+        kernels: Kernels,
+    ) -> Result<Self> {
+        let context = PassContext::new(stream, kernels, shard, passes)?;
+        let sizes = StateSizes::of(shard, context.forward_tiles.ranges.most);
+        let device = stream.device();
+        let backward = match passes {
+            Passes::Forward => None,
+            Passes::Both => Some(BackwardState::new(&sizes, device)?),
+        };
+        Ok(Self { context, forward: ForwardState::new(&sizes, device)?, backward })
+    }
+}
+
+impl Workspace for CudaWorkspace {
+    type Space = CudaSpace;
+    type Forward<'p> = CudaForward<'p>;
+    type Backward<'p> = CudaBackward<'p>;
+
+    /// Buffers that are large enough are kept.
+    fn update(&mut self, shard: &RankShard) -> Result<()> {
+        let tiles = ForwardTiles::of(&self.context.kernels, shard);
+        let sizes = StateSizes::of(shard, tiles.ranges.most);
+        let device = self.context.stream.device();
+        grow(device, self.forward.buffers(), sizes.forward)?;
+        if let Some(state) = &mut self.backward {
+            grow(device, state.buffers(), sizes.backward)?;
+        }
+        self.context.update(shard);
+        Ok(())
+    }
+
+    /// Not counted: masks, slopes and the tile counter.
+    fn bytes(&self) -> u64 {
+        let ForwardState { acc, max, sum, ties, partial } = &self.forward;
+        let of_backward = self.backward.iter().flat_map(|state| {
+            let BackwardState { statistics, dq, dbias, statistics_tiles, ranges } = state;
+            [statistics, dq, dbias, statistics_tiles, ranges]
+        });
+        [acc, max, sum, ties, partial].into_iter().chain(of_backward).map(CudaBuffer::len).sum()
+    }
+
+    fn forward<'p>(
+        &'p mut self,
+        inputs: Inputs<View<'p, CudaSpace>>,
+        _: Tick<'_>,
+    ) -> Result<CudaForward<'p>> {
+        Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
+    }
+
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<View<'p, CudaSpace>>,
+        _: BackwardMode,
+        _: Tick<'_>,
+    ) -> Result<CudaBackward<'p>> {
+        let state = self.backward.as_mut().ok_or_else(|| {
+            Error::internal("a backward pass in a workspace allocated for forward passes only")
+        })?;
+        CudaBackward::begin(&mut self.context, state, inputs)
     }
 }

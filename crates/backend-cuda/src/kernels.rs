@@ -7,11 +7,8 @@ use annulus_device_cuda::{
     Compiler, Device, Image, ImageKind, Kernel, KernelProgram, Module, Stream,
 };
 
+pub(crate) use crate::variant::THREADS;
 use crate::variant::{Family, Variant};
-
-/// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
-/// `kernels/primitives.cuh`.
-pub(crate) const THREADS: u32 = 256;
 
 /// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
 /// multiprocessors of an H100.

@@ -7,7 +7,7 @@
 //!
 //! | role | file |
 //! |---|---|
-//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] and its memory | `backend.rs`, `state.rs` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`]; its memory | `backend.rs`; `state.rs` |
 //! | [`annulus_core::ForwardPass`]: tiles, row epilogue | `forward.rs` |
 //! | forward: choice of tiles, GQA packing, ranges of keys | `forward_tiles.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, dQ, dbias, dK and dV, end | `backward.rs` |
@@ -48,10 +48,9 @@ mod state;
 mod variant;
 
 pub use annulus_device_cuda as device;
-pub use backend::Cuda;
+pub use backend::{Cuda, CudaWorkspace};
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
 pub use kernels::{SourceEdit, compile};
-pub use state::CudaWorkspace;
 pub use variant::Level;
 pub use variant::{Family, Variant};

@@ -1,5 +1,5 @@
-//! Workspace: device memory of one rank over all ring steps, for softmax statistics, accumulators,
-//! gradients in the sums' type, and cached block masks.
+//! Device memory of one rank over all ring steps: softmax statistics, accumulators, gradients in the
+//! sums' type.
 //!
 //! Split-KV decoding: with few queries, ranges of the keys of a query tile are thread blocks of
 //! their own, because a GPU would otherwise be mostly idle. Kernel: `kernels/merge_splits.cuh`.
@@ -13,96 +13,14 @@
 //!
 //! Source: Flash-Decoding (Dao et al. 2023).
 
-use annulus_core::{
-    BackwardInputs, BackwardMode, Dims, Error, Inputs, Passes, RankShard, Result, Spec, Tick, View,
-    Workspace,
-};
-use annulus_device_cuda::{CudaBuffer, CudaSpace, Device, Stream};
+use annulus_core::{Dims, RankShard, Result, Spec};
+use annulus_device_cuda::{CudaBuffer, Device};
 
 use crate::{
     arguments::{AttentionArguments, Merge, StateAddresses},
-    backward::CudaBackward,
-    forward::CudaForward,
-    forward_tiles::{ForwardTiles, partial_sums},
-    kernels::Kernels,
+    forward_tiles::partial_sums,
     pass_context::{PassContext, local_bias},
 };
-
-/// Device memory of the passes of one rank.
-#[derive(Debug)]
-pub struct CudaWorkspace {
-    context: PassContext,
-    forward: ForwardState,
-    /// Present in a workspace for [`Passes::Both`].
-    backward: Option<BackwardState>,
-}
-
-impl CudaWorkspace {
-    pub(crate) fn new(
-        shard: &RankShard,
-        passes: Passes,
-        stream: &Stream,
-        kernels: Kernels,
-    ) -> Result<Self> {
-        let context = PassContext::new(stream, kernels, shard, passes)?;
-        let sizes = StateSizes::of(shard, context.forward_tiles.ranges.most);
-        let device = stream.device();
-        let backward = match passes {
-            Passes::Forward => None,
-            Passes::Both => Some(BackwardState::new(&sizes, device)?),
-        };
-        Ok(Self { context, forward: ForwardState::new(&sizes, device)?, backward })
-    }
-}
-
-impl Workspace for CudaWorkspace {
-    type Space = CudaSpace;
-    type Forward<'p> = CudaForward<'p>;
-    type Backward<'p> = CudaBackward<'p>;
-
-    /// Buffers that are large enough are kept.
-    fn update(&mut self, shard: &RankShard) -> Result<()> {
-        let tiles = ForwardTiles::of(&self.context.kernels, shard);
-        let sizes = StateSizes::of(shard, tiles.ranges.most);
-        let device = self.context.stream.device();
-        grow(device, self.forward.buffers(), sizes.forward)?;
-        if let Some(state) = &mut self.backward {
-            grow(device, state.buffers(), sizes.backward)?;
-        }
-        self.context.update(shard);
-        Ok(())
-    }
-
-    /// Not counted: masks, slopes and the tile counter.
-    fn bytes(&self) -> u64 {
-        let ForwardState { acc, max, sum, ties, partial } = &self.forward;
-        let of_backward = self.backward.iter().flat_map(|state| {
-            let BackwardState { statistics, dq, dbias, statistics_tiles, ranges } = state;
-            [statistics, dq, dbias, statistics_tiles, ranges]
-        });
-        [acc, max, sum, ties, partial].into_iter().chain(of_backward).map(CudaBuffer::len).sum()
-    }
-
-    fn forward<'p>(
-        &'p mut self,
-        inputs: Inputs<View<'p, CudaSpace>>,
-        _: Tick<'_>,
-    ) -> Result<CudaForward<'p>> {
-        Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
-    }
-
-    fn backward<'p>(
-        &'p mut self,
-        inputs: BackwardInputs<View<'p, CudaSpace>>,
-        _: BackwardMode,
-        _: Tick<'_>,
-    ) -> Result<CudaBackward<'p>> {
-        let state = self.backward.as_mut().ok_or_else(|| {
-            Error::internal("a backward pass in a workspace allocated for forward passes only")
-        })?;
-        CudaBackward::begin(&mut self.context, state, inputs)
-    }
-}
 
 /// Online softmax of every local query.
 #[derive(Debug)]
@@ -115,7 +33,7 @@ pub(crate) struct ForwardState {
     pub(crate) ties: CudaBuffer,
     /// Partial results of all ranges: accumulators, then maxima, sums and ties, each range after
     /// range. Empty if keys are not divided.
-    partial: CudaBuffer,
+    pub(crate) partial: CudaBuffer,
 }
 
 /// State of the backward pass.
@@ -134,13 +52,13 @@ pub(crate) struct BackwardState {
 }
 
 impl ForwardState {
-    fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
         let [acc, max, sum, ties, partial] =
             sizes.forward.map(|bytes| CudaBuffer::new(device, bytes));
         Ok(Self { acc: acc?, max: max?, sum: sum?, ties: ties?, partial: partial? })
     }
 
-    const fn buffers(&mut self) -> [&mut CudaBuffer; 5] {
+    pub(crate) const fn buffers(&mut self) -> [&mut CudaBuffer; 5] {
         let Self { acc, max, sum, ties, partial } = self;
         [acc, max, sum, ties, partial]
     }
@@ -189,7 +107,7 @@ impl ForwardState {
 }
 
 impl BackwardState {
-    fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sizes: &StateSizes, device: &Device) -> Result<Self> {
         let [statistics, dq, dbias, statistics_tiles, ranges] =
             sizes.backward.map(|bytes| CudaBuffer::new(device, bytes));
         Ok(Self {
@@ -201,21 +119,21 @@ impl BackwardState {
         })
     }
 
-    const fn buffers(&mut self) -> [&mut CudaBuffer; 5] {
+    pub(crate) const fn buffers(&mut self) -> [&mut CudaBuffer; 5] {
         let Self { statistics, dq, dbias, statistics_tiles, ranges } = self;
         [statistics, dq, dbias, statistics_tiles, ranges]
     }
 }
 
 /// Bytes per buffer; 0 for those that grow on use.
-struct StateSizes {
-    forward: [u64; 5],
-    backward: [u64; 5],
+pub(crate) struct StateSizes {
+    pub(crate) forward: [u64; 5],
+    pub(crate) backward: [u64; 5],
 }
 
 impl StateSizes {
     /// Sizes for a shard and up to `most_ranges` ranges of keys per tile.
-    fn of(shard: &RankShard, most_ranges: usize) -> Self {
+    pub(crate) fn of(shard: &RankShard, most_ranges: usize) -> Self {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = shard.spec.dims;
         let bytes = |sums: usize| (sums * shard.spec.dtype.accumulator().bytes()) as u64;
         let rows = batch * q_heads * shard.queries.len();
@@ -230,7 +148,7 @@ impl StateSizes {
 }
 
 /// Replaces the buffers that are too small.
-fn grow(device: &Device, buffers: [&mut CudaBuffer; 5], sizes: [u64; 5]) -> Result<()> {
+pub(crate) fn grow(device: &Device, buffers: [&mut CudaBuffer; 5], sizes: [u64; 5]) -> Result<()> {
     for (buffer, bytes) in buffers.into_iter().zip(sizes) {
         if buffer.len() < bytes {
             *buffer = CudaBuffer::new(device, bytes)?;

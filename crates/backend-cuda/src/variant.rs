@@ -8,7 +8,9 @@ use std::ffi::OsStr;
 use annulus_core::{DType, Error, Result, Spec};
 use annulus_device_cuda::{Architecture, Compiler, Device, ImageKind};
 
-use crate::kernels::THREADS;
+/// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
+/// `kernels/primitives.cuh`.
+pub(crate) const THREADS: u32 = 256;
 
 /// Kernels on tensor cores: forward, dQ, dK and dV.
 pub(crate) const MATRIX_KERNELS: [&str; 3] =

@@ -13,13 +13,13 @@ use annulus_core::{
 };
 
 use crate::{
-    adapter::Matrices,
     block_mask::ChunkMask,
     chunks::ProblemSize,
     copy::ElementStrides,
     device::Gpu,
     kernels::{Epilogue, Storage, TILE, TileVariant},
     launch::Arena,
+    level::Matrices,
     memory::{GpuBuffer, Queued, WgpuSpace},
     operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
     pass_context::{BackwardBuffers, ForwardBuffers, RankKernels, RowBuffers},

@@ -12,7 +12,7 @@
 use annulus_core::Result;
 use wgpu::{AdapterInfo, Backend};
 
-use crate::{Level, adapter::forced};
+use crate::{Level, level::forced};
 
 /// Adapters to which a measurement applies: those of one GPU model with one driver, because shader
 /// compilers and architectures differ within a vendor.

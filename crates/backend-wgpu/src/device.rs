@@ -18,15 +18,16 @@ use wgpu::{BufferUsages, Features, PollType};
 use crate::{
     Level, QueryTileSize, RegisterTile,
     adapter::{
-        Adapter, ChunkLimits, Matrices, NO_ADAPTER, adapters, binding_bytes, list, matrices,
-        proven_level, subgroup_sizes,
+        Adapter, ChunkLimits, NO_ADAPTER, adapters, binding_bytes, list, matrices, proven_level,
+        subgroup_sizes,
     },
     choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
     kernels::KernelVariant,
+    level::Matrices,
     open_device::{OpenDevice, check_process, is_forked, lock, turn},
+    pacing::{StagingPools, Submissions},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
-    queue::{StagingPools, Submissions},
 };
 
 /// Longest time for which a wait continues although no submission completes: far longer than any

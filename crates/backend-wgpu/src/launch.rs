@@ -16,8 +16,8 @@ use crate::{
     device::Gpu,
     kernels::{KernelVariant, params::StepParams},
     open_device::is_forked,
+    pacing::Receipt,
     pipelines::Pipeline,
-    queue::Receipt,
     staging::UploadBuffer,
 };
 

@@ -5,20 +5,20 @@
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs` |
 //! | state of a rank and of a pass; accumulators in several buffers | `pass_context.rs` |
-//! | forward pass: tiles; backward pass: prologue; dQ and dbias; dK and dV | `passes.rs` |
+//! | wire records; forward: tiles; backward: prologue; dQ and dbias; dK and dV | `passes.rs` |
 //! | epilogues of both | `finish.rs` |
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
 //! | few queries: packed heads, ranges of keys | `split_kv.rs` |
-//! | operands; strided copies, wire records | `operands.rs`; `copy.rs` |
+//! | operands, strided copies | `operands.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
-//! | adapters, limits and levels; device, pipelines | `adapter.rs`; `device.rs`, `pipelines.rs` |
+//! | adapters and limits, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
 //! | devices open and close one at a time; locks | `open_device.rs` |
 //! | command batches, timing | `launch.rs` |
-//! | their order, proof that they ran, idle staging buffers; waits for them | `queue.rs` |
+//! | their order, proof that they ran, idle staging buffers; waits for them | `pacing.rs`; `queue.rs` |
 //! | work per submission | `chunks.rs`, `pacing.rs` |
 //! | errors | `errors.rs` |
-//! | register and query tiles, and the defaults of these and of levels | `choice.rs` |
+//! | levels; register and query tiles, and the default of all | `level.rs`; `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
@@ -48,6 +48,7 @@ mod errors;
 mod finish;
 mod kernels;
 mod launch;
+mod level;
 mod memory;
 mod memory_model;
 mod open_device;
@@ -63,13 +64,14 @@ mod staged;
 mod staging;
 mod tiles;
 
-pub use adapter::{Adapter, Level, NO_ADAPTER};
+pub use adapter::{Adapter, NO_ADAPTER};
 pub use backend::{Wgpu, WgpuWorkspace};
 pub use choice::QueryTileSize;
 pub use choice::RegisterTile;
 pub use device::{Gpu, Options, PATIENCE};
 pub use kernels::offline::KernelText;
 pub use launch::Stopwatch;
+pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use memory_model::Translation;

@@ -16,8 +16,7 @@ use wgpu::{BufferUsages, MapMode};
 use crate::{
     device::Gpu,
     open_device::lock,
-    pacing::QueueSilence,
-    queue::{Receipt, StagingPools, keep, take_fitting},
+    pacing::{QueueSilence, Receipt, StagingPools, keep, take_fitting},
 };
 
 /// Bytes of a staging buffer for tensors: large beside the cost of a submission (64 MiB take 4 ms

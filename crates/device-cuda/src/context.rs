@@ -19,10 +19,7 @@ use std::{
 use annulus_core::Process;
 use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream};
 
-use crate::{
-    stream::StreamParts,
-    symbols::{NO_TIMING, Symbols},
-};
+use crate::symbols::{NO_TIMING, Symbols};
 
 /// Interval between queries of an event: a trade-off between latency and load on the host.
 pub(crate) const POLL: Duration = Duration::from_micros(50);
@@ -62,10 +59,16 @@ impl Driver {
     }
 }
 
+/// A stream that is not destroyed as long as this exists.
+pub(crate) trait OpenStream: Send + Sync {
+    /// Handle for driver calls.
+    fn handle(&self) -> CUstream;
+}
+
 /// State of one context. Several ranks of a process may share it, each with a [`Device`].
 #[derive(Default)]
 pub(crate) struct ContextState {
-    streams: Mutex<Vec<Weak<StreamParts>>>,
+    streams: Mutex<Vec<Weak<dyn OpenStream>>>,
     retired: Mutex<Vec<Retired>>,
     /// True if work did not end within a deadline.
     hangs: AtomicBool,
@@ -111,10 +114,10 @@ impl ContextState {
         })
     }
 
-    pub(crate) fn add_stream(&self, stream: &Arc<StreamParts>) {
+    pub(crate) fn add_stream(&self, stream: Weak<dyn OpenStream>) {
         let mut streams = lock(&self.streams);
         streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(stream));
+        streams.push(stream);
     }
 
     /// Records that work may never end. Then nothing waits for it, and what it may use is leaked.
@@ -158,7 +161,7 @@ impl ContextState {
             Retired::Stream(stream) => Some(*stream),
             _ => None,
         });
-        let mut all = streams.iter().map(|stream| stream.handle).chain(left);
+        let mut all = streams.iter().map(|stream| stream.handle()).chain(left);
         if !all.all(|stream| driver.ends(stream, until)) {
             lock(&self.retired).extend(retired);
             return false;

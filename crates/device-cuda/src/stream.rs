@@ -12,7 +12,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUevent, CUresult, CUstream};
 
 use crate::{
     Device, Symbols,
-    context::{POLL, Retired, SPIN},
+    context::{OpenStream, POLL, Retired, SPIN},
     symbols::NO_TIMING,
 };
 
@@ -20,9 +20,9 @@ use crate::{
 #[derive(Clone)]
 pub struct Stream(Arc<StreamParts>);
 
-pub(crate) struct StreamParts {
+struct StreamParts {
     device: Device,
-    pub(crate) handle: CUstream,
+    handle: CUstream,
     owned: bool,
 }
 
@@ -30,6 +30,12 @@ pub(crate) struct StreamParts {
 unsafe impl Send for StreamParts {}
 // SAFETY: as above; the driver orders calls on one stream from several threads.
 unsafe impl Sync for StreamParts {}
+
+impl OpenStream for StreamParts {
+    fn handle(&self) -> CUstream {
+        self.handle
+    }
+}
 
 /// A CUDA event, recorded once. A clone refers to the same event.
 #[derive(Clone)]
@@ -77,7 +83,8 @@ impl Stream {
 
     fn of(parts: StreamParts) -> Self {
         let parts = Arc::new(parts);
-        parts.device.0.state.add_stream(&parts);
+        let open = Arc::downgrade(&parts);
+        parts.device.0.state.add_stream(open);
         Self(parts)
     }
 

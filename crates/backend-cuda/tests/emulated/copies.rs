@@ -41,6 +41,13 @@ pub(crate) fn header(peer: usize, tag: u64, ranges: &[Range<u64>]) -> MessageHea
     MessageHeader { peer, channel: Channel::Kv, tag, step: 3, ranges: ranges.into(), agreed: None }
 }
 
+/// A new buffer with these bytes, for which other streams wait.
+pub(crate) fn filled(stream: &Stream, bytes: &[u8]) -> Result<CudaBuffer> {
+    let mut buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
+    buffer.write(stream, 0, bytes)?;
+    Ok(buffer)
+}
+
 /// Sends ranges of a buffer to rank `peer`.
 fn send(
     transport: &mut dyn Transport<CudaSpace>,
@@ -119,7 +126,7 @@ fn transfer(
         let mut nccl = Nccl::with_symbols(inner, device, Ok(nccl_symbols()), DEADLINE)?;
         let bytes: Vec<u8> =
             (0..BYTES).map(|at| if rank == 0 { (at % 251) as u8 } else { 255 }).collect();
-        let buffer = CudaBuffer::filled(stream, &bytes)?;
+        let buffer = filled(stream, &bytes)?;
         let got = if rank == 0 {
             send(&mut nccl, stream, header(1, 0, sent), &buffer).map(|()| Vec::new())?
         } else {
@@ -185,7 +192,7 @@ fn a_staged_block_is_sent_from_the_memory_that_the_device_writes() {
     let stream = cuda.stream();
     let mut copier = CudaCopier::new(stream.device()).unwrap();
     let bytes: Vec<u8> = (0..64).collect();
-    let buffer = CudaBuffer::filled(stream, &bytes).unwrap();
+    let buffer = filled(stream, &bytes).unwrap();
     let ready = stream.record().unwrap();
     let into = CudaSpace::staging_buffer(&mut copier, 40).unwrap();
     let address = into.bytes().as_ptr();
@@ -302,7 +309,7 @@ fn slow_transfer(wrap: Wrap, time: Duration, bound: Duration) -> Result<Vec<Resu
         let stream = Stream::new(&device)?;
         let mut transport = Deadline::new(wrap(inner, &device)?, deadline::LEAST)?;
         let bytes: Vec<u8> = (0..64).map(|at| if rank == 0 { at } else { 0 }).collect();
-        let buffer = CudaBuffer::filled(&stream, &bytes)?;
+        let buffer = filled(&stream, &bytes)?;
         let header = header(1 - rank, 0, std::slice::from_ref(&(0..64)));
         if rank == 1 {
             return Ok(receive(&mut transport, &stream, &header, buffer));

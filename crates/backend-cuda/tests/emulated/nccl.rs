@@ -27,7 +27,7 @@ use annulus_plan::Layout;
 
 use crate::{
     common::{CudaMemory, DEADLINE, refuses_a_shared_gpu},
-    copies::{arrived, header},
+    copies::{arrived, filled, header},
     support::{emulated, next_device},
 };
 
@@ -284,7 +284,7 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         let nccl = Nccl::with_symbols(inner, &device, Ok(symbols), DEADLINE)?;
         let mut transport = Deadline::<_, CudaSpace>::new(nccl, deadline)?;
         let bytes: Vec<u8> = (0..16).map(|byte| byte + 100 * rank as u8).collect();
-        let [from, to] = [CudaBuffer::filled(&stream, &bytes)?, CudaBuffer::new(&device, 8)?];
+        let [from, to] = [filled(&stream, &bytes)?, CudaBuffer::new(&device, 8)?];
         let ready = stream.record()?;
         // the two sides split the message differently
         let pieces = if rank == 0 { vec![0..2, 10..16] } else { std::iter::once(4..12).collect() };
