@@ -130,7 +130,8 @@ impl WgpuWorkspace {
     pub(crate) fn new(gpu: &Gpu, shard: &RankShard, passes: Passes) -> Result<Self> {
         let spec = &shard.spec;
         let dims = &spec.dims;
-        let storage = Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("dtype f64", "wgpu"))?;
+        let storage =
+            Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("dtype f64", "wgpu"))?;
         let tile = tile_variant(gpu, spec, storage)?;
         let vectors = (dims.batch * shard.queries.len() * dims.q_heads) as u64;
         // row kernels bind their statistics whole

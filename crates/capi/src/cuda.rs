@@ -1,8 +1,6 @@
 //! Plans in a CUDA stream of the host's, on tensors in device memory.
 
 use std::ffi::{c_int, c_void};
-#[cfg(feature = "emulator")]
-use std::{path::PathBuf, sync::OnceLock};
 
 use annulus::{Error, Result, backend::BackendName};
 
@@ -112,24 +110,6 @@ pub(crate) use on_device::over_mpi;
 #[cfg(feature = "cuda")]
 pub(crate) use on_device::{DevicePlan, over};
 
-/// Folder of compiled kernels, once CUDA is emulated.
-#[cfg(feature = "emulator")]
-static EMULATED_KERNELS: OnceLock<PathBuf> = OnceLock::new();
-
-/// Emulates CUDA and NCCL in this process, with compiled kernels in this folder.
-#[cfg(feature = "emulator")]
-#[doc(hidden)]
-pub fn emulate_cuda(kernels: PathBuf) {
-    EMULATED_KERNELS.get_or_init(|| kernels);
-}
-
-/// True after [`emulate_cuda`].
-#[cfg(feature = "emulator")]
-#[doc(hidden)]
-pub fn is_emulated() -> bool {
-    EMULATED_KERNELS.get().is_some()
-}
-
 #[cfg(feature = "cuda")]
 mod on_device {
     use std::ptr;
@@ -220,7 +200,7 @@ mod on_device {
             Stream::borrowed(&device, stream)
         };
         #[cfg(feature = "emulator")]
-        if let Some(kernels) = super::EMULATED_KERNELS.get() {
+        if let Some(kernels) = crate::options::EMULATED_KERNELS.get() {
             let cache = Some(device::ImageCache::new(kernels.clone()));
             let symbols = annulus_cuda_emulator::compiler_symbols();
             return Ok(Cuda::on(stream, device::Compiler::with_symbols(symbols, cache)?));
@@ -230,7 +210,7 @@ mod on_device {
 
     fn symbols() -> Result<Symbols> {
         #[cfg(feature = "emulator")]
-        if super::is_emulated() {
+        if crate::options::is_emulated() {
             return Ok(annulus_cuda_emulator::symbols());
         }
         Symbols::system()
@@ -239,7 +219,7 @@ mod on_device {
     #[cfg(feature = "nccl")]
     fn nccl_symbols() -> Result<NcclSymbols> {
         #[cfg(feature = "emulator")]
-        if super::is_emulated() {
+        if crate::options::is_emulated() {
             return Ok(annulus_cuda_emulator::nccl_symbols());
         }
         NcclSymbols::system()

@@ -1,6 +1,8 @@
 //! The options of an attention, and what the builder makes of them.
 
 use std::{mem, time::Duration};
+#[cfg(feature = "emulator")]
+use std::{path::PathBuf, sync::OnceLock};
 
 use annulus::{
     Attention, CacheShape, Dims, Division, Error, Layout, Result, Route, Runtime, Setup, SinkShape,
@@ -303,10 +305,28 @@ fn division(options: &annulus_options) -> Result<Division> {
         .strategy(strategy(options)?))
 }
 
+/// Folder of compiled kernels, once CUDA is emulated.
+#[cfg(feature = "emulator")]
+pub(crate) static EMULATED_KERNELS: OnceLock<PathBuf> = OnceLock::new();
+
+/// Emulates CUDA and NCCL in this process, with compiled kernels in this folder.
+#[cfg(feature = "emulator")]
+#[doc(hidden)]
+pub fn emulate_cuda(kernels: PathBuf) {
+    EMULATED_KERNELS.get_or_init(|| kernels);
+}
+
+/// True after [`emulate_cuda`].
+#[cfg(feature = "emulator")]
+#[doc(hidden)]
+pub fn is_emulated() -> bool {
+    EMULATED_KERNELS.get().is_some()
+}
+
 /// Opens the backend.
 fn open(name: BackendName, device: Option<usize>, threads: i64) -> Result<AnyBackend> {
     #[cfg(feature = "emulator")]
-    if name == BackendName::Cuda && crate::cuda::is_emulated() {
+    if name == BackendName::Cuda && is_emulated() {
         // only streams of the host's are emulated
         return AnyBackend::open(BackendName::Cpu, None, 0);
     }

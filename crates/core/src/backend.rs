@@ -15,17 +15,12 @@
 //! features. It has no notion of ranks, only of blocks of rows. Calls return once their work is
 //! enqueued.
 
-use std::{ops::ControlFlow, ops::Range};
+use std::ops::Range;
 
 use crate::{
     BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, LeafSums, Outputs, RankShard,
-    Result, RowSet, Space, Spec, View, ViewMut,
+    Result, RowSet, Space, Spec, Tick, View, ViewMut,
 };
-
-/// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
-/// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a
-/// peer has failed) stops the kernel as soon as possible; its results are then never read.
-pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 
 /// Properties of a backend for one [`Spec`], which ranks compare when a plan is made.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -58,8 +58,7 @@ mod transport;
 mod visibility;
 
 pub use backend::{
-    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Reduction, Tick,
-    Workspace,
+    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Reduction, Workspace,
 };
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
@@ -89,14 +88,16 @@ pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use shard::Shard;
 pub use softmax_end::SoftmaxEnd;
-pub use space::{DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace};
+pub use space::{
+    Arrived, DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace, Tick,
+};
 pub use spec::{
     Alignment, BackwardMode, BiasOrder, Dropout, HeadShard, Precision, SinkShape, Spec,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds::TileBoundsTable;
 pub use transport::{
-    AgreedLengths, Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport,
+    AgreedLengths, Channel, Control, Incoming, MessageHeader, Outgoing, Transport,
 };
 pub use visibility::Visibility;
 

@@ -4,9 +4,27 @@
 //! ([`DeviceSpace`]), and blocks that are staged through host memory for a host transport
 //! ([`StagedSpace`]).
 
-use std::{any::Any, ops::Range, sync::Arc};
+use std::{
+    any::Any,
+    ops::{ControlFlow, Range},
+    sync::Arc,
+};
 
-use crate::{Arrived, DType, HostView, HostViewMut, Result, Tick, memory};
+use crate::{DType, HostView, HostViewMut, Result, memory};
+
+/// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
+/// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a
+/// peer has failed) stops the kernel as soon as possible; its results are then never read.
+pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
+
+/// A finished receive.
+#[derive(Debug)]
+pub struct Arrived<S: Space> {
+    /// Buffer of the posted receive, filled.
+    pub buffer: S::Buffer,
+    /// Event after which the buffer may be read.
+    pub ready: S::Event,
+}
 
 /// A kind of memory, with the types of blocks and of the caller's tensors in it.
 ///

@@ -6,7 +6,7 @@
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};
 
-use crate::{Error, Host, Placement, Result, Space};
+use crate::{Arrived, Error, Host, Placement, Result, Space};
 
 /// Content of a message. Sends are matched with receives by channel and tag, so messages of
 /// different channels may overtake each other.
@@ -77,15 +77,6 @@ pub struct Incoming<S: Space> {
     pub header: MessageHeader,
     /// Buffer to be filled, without other owners.
     pub buffer: S::Buffer,
-}
-
-/// A finished receive.
-#[derive(Debug)]
-pub struct Arrived<S: Space> {
-    /// Buffer of the posted receive, filled.
-    pub buffer: S::Buffer,
-    /// Event after which the buffer may be read.
-    pub ready: S::Event,
 }
 
 /// Moves blocks between the ranks of one ring. [`Control`] is a supertrait, so that one wrapper

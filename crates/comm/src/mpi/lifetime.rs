@@ -26,7 +26,7 @@ use std::{
 use annulus_core::{Error, HomeProcess, Result};
 use annulus_mpi::ffi;
 
-use super::ffi::{GpuAwareness, GpuRuntime, PeerStep, check, check_loaded, library};
+use super::ffi::{PeerStep, check, check_loaded, library};
 
 /// State of MPI in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -311,12 +311,6 @@ impl Launch {
     /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised.
     pub fn thread_level(&self) -> Result<ThreadLevel> {
         thread_level()
-    }
-
-    /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
-    /// blocks are staged.
-    pub fn gpu_awareness(&self, runtime: GpuRuntime) -> GpuAwareness {
-        GpuAwareness::of_runtime(runtime)
     }
 
     /// Ends the job on all ranks with this status.

@@ -135,9 +135,11 @@ mod context;
 mod control;
 #[cfg(feature = "cuda")]
 mod device;
+mod drop;
 mod endpoint;
 mod ffi;
 mod frame;
+mod gpu_awareness;
 mod lifetime;
 mod messages;
 mod nodes;
@@ -154,7 +156,7 @@ use annulus_core::{Error, Result};
 pub use self::device::DeviceMpi;
 pub use self::{
     communicator::Timeout,
-    ffi::{GpuAwareness, GpuRuntime},
+    gpu_awareness::{GpuAwareness, GpuRuntime},
     lifetime::Launch,
     lifetime::ThreadLevel,
     nodes::FirstRanks,

@@ -22,6 +22,7 @@ mod blocks;
 mod buffers;
 pub(crate) mod check;
 pub(crate) mod in_flight;
+mod leaf_owners;
 mod one_pass;
 pub(crate) mod overlap;
 mod plan;

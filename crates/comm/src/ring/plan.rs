@@ -1,7 +1,7 @@
 //! The plan of one rank: what every rank derives alike from the rows of all ranks, and its own
 //! steps.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardMode, DenseMask, Error, LeafMerges, Order, RankLeaves,
@@ -11,9 +11,10 @@ use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule
 
 use super::{
     Ring,
+    leaf_owners::LeafOwners,
     overlap::{self, SplitSize},
     program::{MessageGroup, RankProgram, RankStep, RecordSizes},
-    reduce::LeafOwners,
+    step_events::{CirculationKind, Observer, StepWatch},
 };
 
 /// Maximum number of ranks of which debug builds check the schedule of all ranks, in O(ranks³)
@@ -77,6 +78,19 @@ pub(super) struct RingPlan {
 }
 
 impl RingPlan {
+    /// Returns the observer of one circulation of a pass that began at `start`.
+    pub(super) fn observer<'a>(
+        &self,
+        watch: &'a mut StepWatch,
+        circulation: CirculationKind,
+        start: Instant,
+        agreed: &Agreed,
+        ring_index: usize,
+    ) -> Observer<'a> {
+        let indices = [agreed.order.rank(ring_index), ring_index];
+        watch.observer(circulation, start, &agreed.spec, &self.shards, indices)
+    }
+
     /// Derives the plan of the rank at `ring_index` for a batch whose dense mask has the shape
     /// `attention_mask`. Calls `tick` after every few microseconds of
     /// work, or after the caller's mask has been evaluated some times.

@@ -70,7 +70,7 @@ impl<B: Backend> Ring<B> {
         let first_tag = self.take_tags();
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
-        let observer = watch.observer(CirculationKind::Forward, start, agreed, plan, *ring_index);
+        let observer = plan.observer(watch, CirculationKind::Forward, start, agreed, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mut pass =
             workspace.forward(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
@@ -121,7 +121,7 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Duration> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
         let start = Instant::now();
-        let observer = watch.observer(CirculationKind::OnePass, start, agreed, plan, *ring_index);
+        let observer = plan.observer(watch, CirculationKind::OnePass, start, agreed, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mode = BackwardMode::OnePass;
         let mut pass =
@@ -182,7 +182,7 @@ impl<B: Backend> Ring<B> {
         let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, ranks, .. } =
             self;
         let start = Instant::now();
-        let observer = watch.observer(CirculationKind::TwoPassKv, start, agreed, plan, *ring_index);
+        let observer = plan.observer(watch, CirculationKind::TwoPassKv, start, agreed, *ring_index);
         let rows = &mut buffers.rows;
         let reproducible = agreed.spec.leaf_rows.is_some();
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
@@ -207,7 +207,7 @@ impl<B: Backend> Ring<B> {
 
         let second_tag = first_tag + overlap::tags(*ranks);
         let circulation = CirculationKind::TwoPassQueries;
-        let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
+        let observer = plan.observer(watch, circulation, start, agreed, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
         let steps = &plan.query_steps;
         let pack = |q: &mut _| pass.local_queries(q);

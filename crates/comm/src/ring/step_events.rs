@@ -15,8 +15,6 @@ use std::{
 use annulus_core::{Dims, Spec};
 use annulus_plan::{RingShards, WorkMatrix};
 
-use super::plan::{Agreed, RingPlan};
-
 /// A forward or a backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PassKind {
@@ -141,22 +139,19 @@ impl StepWatch {
         &mut self,
         circulation: CirculationKind,
         start: Instant,
-        agreed: &Agreed,
-        plan: &RingPlan,
-        ring_index: usize,
+        spec: &Spec,
+        shards: &RingShards,
+        [rank, ring_index]: [usize; 2],
     ) -> Observer<'_> {
         let pass = match circulation {
             CirculationKind::Forward => PassKind::Forward,
             _ => PassKind::Backward,
         };
-        let rank = agreed.order.rank(ring_index);
         let Some(hook) = &self.hook else {
             return Observer { hook: None, rank, pass, start, flops: Vec::new() };
         };
-        let pairs = self
-            .pairs
-            .get_or_insert_with(|| VisiblePairs::count(&agreed.spec, &plan.shards, ring_index));
-        let flops = block_flops(circulation, &agreed.spec.dims, pairs, ring_index);
+        let pairs = self.pairs.get_or_insert_with(|| VisiblePairs::count(spec, shards, ring_index));
+        let flops = block_flops(circulation, &spec.dims, pairs, ring_index);
         Observer { hook: Some(hook), rank, pass, start, flops }
     }
 }
