@@ -18,7 +18,7 @@ use annulus_core::{
 use annulus_cpu::{Cpu, Isa};
 
 use crate::{
-    Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject,
+    Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject, TensorMemory,
     device::{Device, Fault, MockBackend, MockSpace, Pairwise, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
@@ -47,68 +47,51 @@ pub fn mock() -> impl Subject {
     )
 }
 
+/// A ring of threads whose ranks are those of `rank(rank, endpoint)`.
+pub fn over_threads<M: TensorMemory, B: Backend<Space = M::Space>>(
+    name: impl Into<String>,
+    rank: impl Fn(usize, Threads) -> Result<RankSetup<M, B>>,
+) -> impl Subject {
+    RingSubject::new(name, move |ranks| {
+        let endpoints = threads::ring(ranks).into_iter().enumerate();
+        endpoints.map(|(number, endpoint)| rank(number, endpoint)).collect::<Result<Vec<_>>>()
+    })
+}
+
 /// The mock device; blocks are staged through host memory and verified on arrival, each message
 /// delayed by up to `delay`.
 pub fn mock_staged(delay: Duration) -> impl Subject {
-    RingSubject::new(
-        "mock over staged threads",
-        move |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
-            threads::ring(ranks)
-                .into_iter()
-                .enumerate()
-                .map(|(rank, transport)| mock_rank(rank, transport, delay))
-                .collect()
-        },
-    )
+    over_threads("mock over staged threads", move |rank, end| mock_rank(rank, end, delay))
 }
 
 /// The smallest complete backend over a ring of threads.
 pub fn pairwise() -> impl Subject {
-    RingSubject::new("pairwise over threads", |ranks| {
-        let setup = |transport| -> Result<RankSetup<HostMemory, Pairwise>> {
-            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(RankSetup { memory: HostMemory, backend: Pairwise, transport })
-        };
-        threads::ring(ranks).into_iter().map(setup).collect()
+    over_threads("pairwise over threads", |_, endpoint| {
+        let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
+        Ok(RankSetup { memory: HostMemory, backend: Pairwise, transport })
     })
 }
 
 /// The CPU over a ring of threads.
 pub fn cpu() -> impl Subject {
-    RingSubject::new("cpu over threads", |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
-        let setup = |transport| {
-            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport })
-        };
-        threads::ring(ranks).into_iter().map(setup).collect()
+    over_threads("cpu over threads", |_, endpoint| {
+        let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
+        Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport })
     })
 }
 
 /// The CPU with a fixed instruction set over a ring of threads.
 pub fn cpu_with_isa(isa: Isa) -> impl Subject {
-    let name = format!("{isa} over threads");
-    RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
-        let setup = |transport| {
-            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?.with_isa(isa)?, transport })
-        };
-        threads::ring(ranks).into_iter().map(setup).collect()
+    over_threads(format!("{isa} over threads"), move |_, endpoint| {
+        let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
+        Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?.with_isa(isa)?, transport })
     })
 }
 
 /// The CPU with two threads a rank over a ring of threads; messages are verified on arrival and
 /// each is delayed by up to `delay`.
 pub fn cpu_delayed(delay: Duration) -> impl Subject {
-    RingSubject::new(
-        "cpu over delayed threads",
-        move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
-            threads::ring(ranks)
-                .into_iter()
-                .enumerate()
-                .map(|(rank, transport)| cpu_rank(rank, transport, delay))
-                .collect()
-        },
-    )
+    over_threads("cpu over delayed threads", move |rank, end| cpu_rank(rank, end, delay))
 }
 
 /// A ring whose even ranks compute on the CPU and odd ranks on a mock device: the wire format

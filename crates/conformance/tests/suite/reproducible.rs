@@ -8,8 +8,8 @@ use annulus::{
     comm::{ring::Ring, threads},
 };
 use annulus_conformance::{
-    Altered, Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
-    subjects::{cpu, cpu_delayed, mock},
+    Altered, Case, Draw, Facade, HostMemory, Masks, RankSetup, Setting, Subject,
+    subjects::{cpu, cpu_delayed, mock, over_threads},
     suite,
 };
 use annulus_core::{
@@ -85,13 +85,10 @@ impl Mistake {
 #[ignore = "long: scripts/test --whole"]
 fn mistakes_in_the_merges_are_found() {
     let verdict = |mistake: Mistake| {
-        let planted = RingSubject::new(format!("{mistake:?}"), move |ranks| {
-            let setup = |(rank, transport)| {
-                let shard = move |shard: &RankShard| mistake.of_shard(rank, shard);
-                let backend = Altered::new(|same| same, shard)?;
-                Ok(RankSetup { memory: HostMemory, backend, transport: Box::new(transport) })
-            };
-            threads::ring(ranks).into_iter().enumerate().map(setup).collect()
+        let planted = over_threads(format!("{mistake:?}"), move |rank, endpoint| {
+            let shard = move |shard: &RankShard| mistake.of_shard(rank, shard);
+            let backend = Altered::new(|same| same, shard)?;
+            Ok(RankSetup { memory: HostMemory, backend, transport: Box::new(endpoint) })
         });
         suite::reproducible_bits(&[&planted], 0..12)
     };

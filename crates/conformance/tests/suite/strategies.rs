@@ -5,12 +5,12 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use annulus::{Attention, Division, LocalRing, Setup, Tensors};
-use annulus_comm::{Deadline, threads};
+use annulus_comm::Deadline;
 use annulus_conformance::{
-    Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RankSetup, RingSubject, Setting,
-    Subject, subjects, suite,
+    Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RankSetup, Setting, Subject, subjects,
+    suite,
 };
-use annulus_core::{DType, Dims, Error, Placement, Result, Spec};
+use annulus_core::{Control, DType, Dims, Error, Placement, Result, Spec};
 use annulus_cpu::Cpu;
 use annulus_plan::{Layout, Route, Strategy};
 use ndarray::Array4;
@@ -150,24 +150,12 @@ fn the_reproducible_order_has_the_bits_of_the_ring() {
 /// The CPU over threads, with rank r on node r mod `nodes`.
 fn round_robin(nodes: usize, crossings: &Crossings) -> impl Subject + use<> {
     let crossings = crossings.clone();
-    RingSubject::new(
-        "cpu over threads on nodes",
-        move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
-            let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
-            let setup = |endpoint| {
-                let transport = Deadline::new(
-                    Placed::new(endpoint, placement.clone(), crossings.clone()),
-                    Duration::from_secs(60),
-                )?;
-                Ok(RankSetup {
-                    memory: HostMemory,
-                    backend: Cpu::new(1)?,
-                    transport: Box::new(transport),
-                })
-            };
-            threads::ring(ranks).into_iter().map(setup).collect()
-        },
-    )
+    subjects::over_threads("cpu over threads on nodes", move |_, endpoint| {
+        let nodes = (0..endpoint.ranks()).map(|rank| rank % nodes).collect();
+        let placed = Placed::new(endpoint, Placement::new(nodes), crossings.clone());
+        let transport = Box::new(Deadline::new(placed, Duration::from_secs(60))?);
+        Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport })
+    })
 }
 
 #[test]
