@@ -3,7 +3,7 @@
 use annulus_comm::{Descriptor, agree, barrier, close};
 use annulus_core::{Control, Error, Result};
 
-use crate::common::*;
+use crate::*;
 
 /// Returns the result of one agreement on every rank of a ring.
 fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<Vec<u64>>> {

@@ -12,7 +12,7 @@ use annulus_comm::{
 };
 use annulus_core::{Channel, Control, Error, Host, Result, Transport};
 
-use crate::common::*;
+use crate::*;
 
 const DEADLINE: Duration = Duration::from_secs(1);
 

@@ -12,7 +12,7 @@ use annulus_core::{
 };
 use annulus_mock_device::{Fault, Injection};
 
-use crate::common::*;
+use crate::*;
 
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Time after the deadline: the machine may be busy with the other cases.

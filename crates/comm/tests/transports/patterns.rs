@@ -16,7 +16,7 @@ use annulus_core::{
 use annulus_mock_device::Fault;
 use proptest::prelude::*;
 
-use crate::common::*;
+use crate::*;
 
 /// A message. `cuts` are the lengths of its byte ranges at the sender and at the receiver, with
 /// equal sums.

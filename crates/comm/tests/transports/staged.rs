@@ -10,7 +10,7 @@ use annulus_core::{
 };
 use annulus_mock_device::{Device, DeviceBuffer, MockSpace};
 
-use crate::common::*;
+use crate::*;
 
 type OverThreads = Staged<Threads, MockSpace>;
 

@@ -8,7 +8,7 @@ use std::{
 use annulus_comm::{Threads, threads};
 use annulus_core::{Channel::*, Control, Error, Host, HostBuffer, Incoming, Transport};
 
-use crate::common::*;
+use crate::*;
 
 fn pair() -> (Threads, Threads) {
     let mut ring = threads::ring(2).into_iter();
