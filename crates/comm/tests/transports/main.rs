@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Threads, threads};
+use annulus_comm::Threads;
 use annulus_core::{
     Channel, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
@@ -39,7 +39,7 @@ pub(crate) fn on_ring<T, R: Send + 'static>(
     let started = Instant::now();
     let (wrap, body) = (Arc::new(wrap), Arc::new(body));
     let (report, reports) = mpsc::channel();
-    let handles: Vec<_> = (threads::ring(ranks).into_iter().enumerate())
+    let handles: Vec<_> = (annulus_comm::threads::ring(ranks).into_iter().enumerate())
         .map(|(rank, endpoint)| {
             let (wrap, body, report) = (Arc::clone(&wrap), Arc::clone(&body), report.clone());
             thread::spawn(move || drop(report.send((rank, body(wrap(endpoint))))))
