@@ -155,7 +155,7 @@ impl Backend for WrappedTiles {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
         let inner = self.inner.workspace(shard, passes)?;
-        Ok(WrappedWorkspace { inner, calls: self.calls.clone() })
+        Ok(WrappedWorkspace { inner, calls: self.calls })
     }
 }
 
@@ -178,7 +178,7 @@ impl Workspace for WrappedWorkspace {
         inputs: Inputs<HostView<'p>>,
         tick: Tick<'_>,
     ) -> Result<Self::Forward<'p>> {
-        Ok(WrappedPass { inner: self.inner.forward(inputs, tick)?, calls: self.calls.clone() })
+        Ok(WrappedPass { inner: self.inner.forward(inputs, tick)?, calls: self.calls })
     }
 
     fn backward<'p>(
@@ -187,10 +187,7 @@ impl Workspace for WrappedWorkspace {
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>> {
-        Ok(WrappedPass {
-            inner: self.inner.backward(inputs, mode, tick)?,
-            calls: self.calls.clone(),
-        })
+        Ok(WrappedPass { inner: self.inner.backward(inputs, mode, tick)?, calls: self.calls })
     }
 }
 
