@@ -79,7 +79,7 @@ impl DeviceMpi {
     /// Sends and receives memory of `device` over `inner`, whose MPI must accept such memory.
     ///
     /// # Errors
-    /// [`Error::Device`] if no stream can be created.
+    /// [`annulus_core::Error::Device`] if no stream can be created.
     pub fn new(inner: Mpi, device: &Device) -> Result<Self> {
         Ok(Self {
             inner,
