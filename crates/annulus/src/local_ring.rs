@@ -186,9 +186,18 @@ impl LocalRing {
             let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
             return Ok(self.keep_reports(reports));
         }
-        let has_residual = outputs.out_residual.is_some();
-        let zeros =
-            |plan: &Plan| zero_outputs(plan.spec(), index(plan.q_rows().len()), has_residual);
+        // the tensors that were given, so that the ranks refuse those that do not fit together
+        let zeros = |plan: &Plan| {
+            let has_residual = outputs.out_residual.is_some();
+            let part = zero_outputs(plan.spec(), index(plan.q_rows().len()), has_residual)?;
+            let statistics = |is_given: bool| is_given.then(|| part.lse.clone());
+            Ok(Forward {
+                max: statistics(outputs.max.is_some()),
+                sum: statistics(outputs.sum.is_some()),
+                ties: statistics(outputs.ties.is_some()),
+                ..part
+            })
+        };
         let mut parts = self.ranks.iter().map(zeros).collect::<Result<Vec<Forward<T>>>>()?;
         let views = parts.iter_mut().map(Forward::view_mut).collect();
         let reports = self.forward_parts(tensors, views)?;

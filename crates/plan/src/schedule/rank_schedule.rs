@@ -299,7 +299,7 @@ impl Builder<'_> {
             let Some(sent) = self.steps[step].before.sends.first() else { continue };
             let receiver = sent.peer;
             let last = last_blocks.entry(receiver).or_insert_with(|| self.last_block_of(receiver));
-            *is_last = *last == Some(step);
+            *is_last = *last == Some(step + 1);
         }
         is_last
     }
