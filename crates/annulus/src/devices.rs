@@ -229,9 +229,6 @@ pub fn cuda_rank_over_mpi(
 }
 
 /// Creates a rank on an NVIDIA GPU over any host transport, over MPI by [`cuda_rank_over_mpi`].
-///
-/// # Errors
-/// As [`cuda_rank`] and [`cuda_rank_over_mpi`].
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda_rank_over<T: Transport<Host> + 'static>(
     cuda: annulus_cuda::Cuda,

@@ -158,10 +158,6 @@ impl VariantKernels {
     }
 
     /// Queues the kernel of this name.
-    ///
-    /// # Errors
-    /// As [`Kernel::launch`].
-    ///
     /// # Safety
     /// As [`Kernel::launch`], except that addresses of buffers stay valid: memory is freed only
     /// after queued work.

@@ -132,10 +132,6 @@ impl PassContext {
     }
 
     /// Queues the general kernel of this name.
-    ///
-    /// # Errors
-    /// As [`annulus_device_cuda::Kernel::launch`].
-    ///
     /// # Safety
     /// As [`crate::kernels::VariantKernels::launch`].
     pub(crate) unsafe fn launch<T>(&self, name: &str, grid: [u64; 3], arguments: &T) -> Result<()> {

@@ -116,9 +116,6 @@ impl GpuBuffer {
     }
 
     /// Checks that the buffer belongs to this device.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`].
     pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<()> {
         check_same("block", &self.gpu, gpu)
     }
@@ -294,9 +291,6 @@ impl Tensor {
     }
 
     /// Checks that the tensor belongs to this device and has the type and shape of a host tensor.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`].
     fn check_matches(&self, gpu: &Gpu, host: (DType, [usize; 4])) -> Result<()> {
         self.check_on(gpu, "tensor")?;
         let device = (self.dtype, self.shape);

@@ -42,17 +42,11 @@ pub(crate) fn is_forked() -> bool {
 }
 
 /// Checks that this is not a forked child of the process that uses wgpu.
-///
-/// # Errors
-/// [`annulus_core::Error::Unsupported`].
 pub(crate) fn check_process() -> Result<()> {
     HOME.check("wgpu")
 }
 
 /// Waits until no other thread lists adapters, opens or closes a device of this backend.
-///
-/// # Errors
-/// As [`check_process`].
 pub(crate) fn turn() -> Result<MutexGuard<'static, ()>> {
     check_process()?;
     HOME.note();

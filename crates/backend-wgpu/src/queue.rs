@@ -72,9 +72,6 @@ impl Gpu {
     }
 
     /// Checks that a submission has completed within [`PATIENCE`]. Called after a poll.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`].
     pub(crate) fn check_silence(&self, silence: &mut QueueSilence) -> Result<()> {
         if !silence.exceeds(PATIENCE, self.submissions().completed(), Instant::now()) {
             return Ok(());

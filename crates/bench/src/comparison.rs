@@ -45,9 +45,6 @@ impl Verification<'_> {
     /// pass has the same bits, and the results of the reference, which is the second argument.
     /// `bound` is that of [`errors`]. Prints a line for each mask with the fields of `line`; false
     /// if one is wrong.
-    ///
-    /// # Errors
-    /// Those of `compute`.
     pub fn run(
         &self,
         bound: f64,

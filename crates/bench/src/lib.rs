@@ -15,9 +15,6 @@ pub struct Parameters(BTreeMap<String, String>);
 
 impl Parameters {
     /// Parses the words of a command line.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a word without a value, or with a name that is not in `names`.
     pub fn parse(words: impl IntoIterator<Item = String>, names: &[&str]) -> Result<Self> {
         let mut all = BTreeMap::new();
         for word in words {
@@ -37,9 +34,6 @@ impl Parameters {
     }
 
     /// Parses a list; `otherwise` if it is not given.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if `parse` returns `None` for a word.
     pub fn list<T>(
         &self,
         name: &str,
@@ -53,18 +47,12 @@ impl Parameters {
     }
 
     /// Parses a number; `otherwise` if it is not given.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if it is none.
     pub fn number<T: FromStr>(&self, name: &str, otherwise: T) -> Result<T> {
         let Some(text) = self.get(name) else { return Ok(otherwise) };
         text.parse().map_err(|_| Error::invalid(name, text, "a number"))
     }
 
     /// Parses a number from 1.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if it is none.
     pub fn count(&self, name: &str, otherwise: usize) -> Result<usize> {
         match self.number(name, otherwise)? {
             0 => Err(Error::invalid(name, 0, "a number above 0")),
@@ -73,17 +61,11 @@ impl Parameters {
     }
 
     /// Parses a list of numbers.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if one is none.
     pub fn numbers(&self, name: &str, otherwise: &str) -> Result<Vec<usize>> {
         self.list(name, otherwise, |word| word.parse().ok())
     }
 
     /// Parses a list of names of some of `all`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for another name.
     pub fn named<T: Copy, const N: usize>(
         &self,
         name: &str,
@@ -95,9 +77,6 @@ impl Parameters {
     }
 
     /// Parses the list `dtypes`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a name of no element type.
     pub fn dtypes(&self, otherwise: &str) -> Result<Vec<DType>> {
         let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
         self.named("dtypes", otherwise, all, DType::name)

@@ -63,9 +63,6 @@ pub trait Subject {
     }
 
     /// Plans once, then computes forward and backward `times` times.
-    ///
-    /// # Errors
-    /// The errors of the implementation.
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>>;
 }
 

@@ -245,9 +245,6 @@ where
     S: Fn(&RankShard) -> Result<RankShard>,
 {
     /// Creates a backend of one thread.
-    ///
-    /// # Errors
-    /// As [`Cpu::new`].
     pub fn new(capabilities: C, shard: S) -> Result<Self> {
         Ok(Self { inner: Cpu::new(1)?, capabilities, shard })
     }

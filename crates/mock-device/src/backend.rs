@@ -62,10 +62,6 @@ impl MockWorkspace {
     }
 
     /// Returns a block's slot and rows.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::Device`] if its event belongs to another device, which this device's
-    /// queue does not order.
     fn block(&self, block: &Block<'_, MockSpace>) -> Result<(u64, Rows)> {
         self.check_event(block.ready)?;
         Ok((block.buffer.slot(), block.rows.clone()))
@@ -82,9 +78,6 @@ impl MockWorkspace {
 }
 
 /// Returns the slot of a buffer to write.
-///
-/// # Errors
-/// [`annulus_core::Error::Device`] while a transport co-owns the buffer, which may still send it.
 fn target(buffer: &DeviceBuffer) -> Result<u64> {
     if buffer.is_shared() {
         Err(fault("a buffer to write is co-owned by a transport"))

@@ -181,9 +181,6 @@ impl Device {
     }
 
     /// Executes all queued work.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if some of it failed.
     pub fn synchronize(&self) -> Result<()> {
         self.wait(&mut || ControlFlow::Continue(())).map(drop)
     }
@@ -240,10 +237,6 @@ impl Device {
     }
 
     /// Copies bytes to the host.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if work that writes the buffer is still queued, or a range is past its
-    /// end.
     pub fn read(&self, buffer: &DeviceBuffer, ranges: &[Range<u64>]) -> Result<Vec<u8>> {
         let done = lock(&self.0.queue).done;
         let mut memory = lock(&self.0.memory);
@@ -266,9 +259,6 @@ impl Device {
     }
 
     /// Copies bytes from the host to the start of a buffer.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if work that uses the buffer is still queued, or it is too small.
     pub fn write(&self, buffer: &DeviceBuffer, bytes: &[u8]) -> Result<()> {
         let done = lock(&self.0.queue).done;
         let mut memory = lock(&self.0.memory);
@@ -375,9 +365,6 @@ impl DeviceEvent {
 
     /// True if the event has passed. Each call executes at most one item of work, so that a loop
     /// over it waits.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if work failed.
     pub fn poll(&self) -> Result<bool> {
         if lock(&self.device.0.queue).done < self.number {
             self.device.poll()?;

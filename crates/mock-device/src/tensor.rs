@@ -117,9 +117,6 @@ pub struct DeviceViewMut<'a> {
 
 impl DeviceTensor {
     /// Rounds numbers to `dtype` and copies them to the device.
-    ///
-    /// # Errors
-    /// [`Error::Device`] as of [`Device::write`].
     pub fn upload(device: &Device, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self> {
         let buffer = device.allocate((numbers.len() * dtype.bytes()) as u64);
         let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
@@ -129,17 +126,11 @@ impl DeviceTensor {
     }
 
     /// Creates a tensor of zeros.
-    ///
-    /// # Errors
-    /// [`Error::Device`] as of [`Device::write`].
     pub fn zeros(device: &Device, shape: [usize; 4], dtype: DType) -> Result<Self> {
         Self::upload(device, Array4::zeros(shape).view(), dtype)
     }
 
     /// Copies the numbers to the host, widened to f64.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if such work is still queued.
     pub fn download(&self) -> Result<Array4<f64>> {
         let whole = 0..self.buffer.len();
         numbers(self.tag, &self.buffer.device().read(&self.buffer, std::slice::from_ref(&whole))?)

@@ -154,9 +154,6 @@ impl Case {
     }
 
     /// Computes the oracle's results.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if the parts do not fit each other.
     pub fn truth(&self) -> Result<Truth> {
         let problem = self.problem();
         let backward = oracle::backward(
@@ -284,9 +281,6 @@ impl Answer {
 
     /// Compares array by array. `within` is the largest difference allowed in an array of that
     /// name. An infinity equals only itself; NaN equals NaN.
-    ///
-    /// # Errors
-    /// The first difference, as text.
     pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
         let got = self.arrays();
         let want = want.arrays();
@@ -320,9 +314,6 @@ impl Answer {
     }
 
     /// Compares bit for bit; every NaN counts as the same NaN.
-    ///
-    /// # Errors
-    /// The first array that differs, as text.
     pub fn same_bits(&self, other: &Self) -> Result<(), String> {
         let bits = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
         for ((name, a), (other_name, b)) in self.arrays().iter().zip(&other.arrays()) {

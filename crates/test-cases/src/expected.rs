@@ -37,17 +37,11 @@ impl Expected {
     }
 
     /// Returns the arrays of an answer that exceed their tolerance, as a NaN always does.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if an expected array is not among those of the answer.
     pub fn wrong(&self, answer: &Answer) -> Result<Vec<WrongArray>> {
         self.wrong_by(answer, |_, array| array.view().to_owned())
     }
 
     /// As [`Expected::wrong`] for the rows of one rank.
-    ///
-    /// # Errors
-    /// As [`Expected::wrong`].
     pub fn wrong_rows(&self, of_rank: &RankAnswer) -> Result<Vec<WrongArray>> {
         let RankAnswer { q_rows, kv_rows, answer } = of_rank;
         self.wrong_by(answer, |name, array| {
@@ -83,9 +77,6 @@ impl Expected {
     }
 
     /// Checks an answer.
-    ///
-    /// # Errors
-    /// The first array that exceeds its tolerance, as text.
     pub fn check(&self, answer: &Answer) -> std::result::Result<(), String> {
         match self.wrong(answer).map_err(|error| error.to_string())?.first() {
             None => Ok(()),

@@ -51,9 +51,6 @@ fn masked(attention: Attention, masks: &Masks) -> Attention {
 
 /// Applies the batch of a case to a ring, and computes both passes `times` times. Without
 /// `out_residual` the rounding residual of out is dropped between the passes.
-///
-/// # Errors
-/// Those of the ring; an error if it sends other bytes than predicted.
 pub fn compute(
     case: &Case,
     ring: &mut LocalRing,
@@ -94,9 +91,6 @@ pub struct RankAnswer {
 }
 
 /// As [`compute`], for the rows of one rank.
-///
-/// # Errors
-/// As [`compute`].
 pub fn compute_rank(case: &Case, plan: &mut Plan, times: usize) -> Result<Vec<RankAnswer>> {
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
     let [q_rows, kv_rows] = [rows(plan.q_rows()), rows(plan.kv_rows())];
@@ -211,9 +205,6 @@ impl<T: Element> CaseTensors<T> {
 }
 
 /// Returns an error unless the bytes sent are those that the schedule predicts.
-///
-/// # Errors
-/// [`Error::Device`] with both numbers.
 pub fn check_bytes(pass: &str, report: &Report) -> Result<()> {
     if report.bytes_sent == report.bytes_predicted {
         return Ok(());

@@ -23,9 +23,6 @@ const FORMAT: &str = "annulus-cases-1";
 
 /// Returns the folder of the cases: `ANNULUS_GOLDEN`, or the folder `shared/golden` beside the
 /// workspace or one of its parents; `None` with `ANNULUS_GOLDEN=skip`.
-///
-/// # Errors
-/// [`Error::Io`] if there is no such folder.
 pub fn folder() -> Result<Option<PathBuf>> {
     match std::env::var("ANNULUS_GOLDEN") {
         Ok(skip) if skip == "skip" => return Ok(None),
@@ -55,9 +52,6 @@ pub struct Index {
 
 impl Index {
     /// Reads the index of a folder.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if it is missing, malformed or of another format.
     pub fn read(folder: &Path) -> Result<Self> {
         #[derive(Deserialize)]
         struct Whole {
@@ -88,10 +82,6 @@ impl Index {
     }
 
     /// Reads case `number` of the index with its file.
-    ///
-    /// # Errors
-    /// [`Error::Io`] naming the file, and the case or the tensor; [`Error::Unsupported`] for a
-    /// parameter of a later version; [`Error::InvalidArgument`] for a dropout without a seed.
     pub fn golden(&self, number: usize) -> Result<Golden> {
         let value = self.cases.get(number).unwrap_or(&serde_json::Value::Null);
         let entry: std::result::Result<Entry, _> = serde_path_to_error::deserialize(value);
@@ -113,9 +103,6 @@ fn of_json(error: &serde_path_to_error::Error<serde_json::Error>) -> String {
 }
 
 /// Reads every case of a folder.
-///
-/// # Errors
-/// As [`Index::read`] and [`Index::golden`].
 pub fn read(folder: &Path) -> Result<Vec<Golden>> {
     let index = Index::read(folder)?;
     (0..index.cases.len()).map(|number| index.golden(number)).collect()
@@ -138,9 +125,6 @@ impl Golden {
     /// The file has the arrays of its f32 inputs, computed in f64, and tolerances for f32 and f64.
     /// In 16 bits the inputs are rounded first: the oracle computes the arrays of the rounded
     /// inputs, and a [`Judge`] bounds the errors.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the case has no tolerance for `dtype`.
     pub fn expected(&self, dtype: DType) -> Result<Expected> {
         if dtype.bytes() == 2 {
             let judge = Judge::new(&self.case.in_dtype(dtype))?;

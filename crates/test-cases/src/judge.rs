@@ -33,9 +33,6 @@ pub struct Judge {
 
 impl Judge {
     /// Computes the oracle's answer, and the bounds from plain computations.
-    ///
-    /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
     pub fn new(case: &Case) -> Result<Self> {
         let dtype = case.spec.dtype;
         let want = Answer::of(case.truth()?, case.spec.normalize);
@@ -76,18 +73,12 @@ impl Judge {
     }
 
     /// Compares an answer with the oracle's.
-    ///
-    /// # Errors
-    /// The first number whose error is too large, as text.
     pub fn check(&self, got: &Answer) -> Result<(), String> {
         got.compare(&self.want, |name| self.bound(name))
     }
 
     /// Compares two answers to the same case, each of which may have the error that the rule
     /// allows.
-    ///
-    /// # Errors
-    /// As [`Judge::check`].
     pub fn check_equal(&self, got: &Answer, want: &Answer) -> Result<(), String> {
         got.compare(want, |name| 2.0 * self.bound(name))
     }

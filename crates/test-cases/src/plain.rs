@@ -31,9 +31,6 @@ struct Pair {
 }
 
 /// Computes a case in the element type of its spec.
-///
-/// # Errors
-/// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
 pub fn plain(case: &Case) -> Result<Answer> {
     // rows are read as slices
     let case = &case.in_standard_layout();

@@ -131,9 +131,6 @@ impl LeafArrivals {
     }
 
     /// Divides the next block of keys into leaves, if the order is reproducible.
-    ///
-    /// # Errors
-    /// As [`LeafArrivals::refill`].
     pub(crate) fn arrive<'a>(
         &'a mut self,
         shard: &'a RankShard,

@@ -34,8 +34,6 @@ impl Clock {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// The loss of a process.
     pub(super) fn of(backend: &BackendChoice, job: &mut Job) -> Outcome<Self> {
         let own = match backend {
             #[cfg(feature = "wgpu")]

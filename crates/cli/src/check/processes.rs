@@ -25,8 +25,6 @@ use crate::{
 ///
 /// # Ordering
 /// Collective over the processes.
-/// # Errors
-/// The loss of a process.
 pub(super) fn compute(
     index: &Index,
     units: &[Unit],

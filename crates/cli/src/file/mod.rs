@@ -143,9 +143,6 @@ fn not_regular(kind: FileType) -> String {
 /// Calls `visit` with the first element and the number of elements of each contiguous range of the
 /// rows `rows` along `axis` of a tensor of this shape, in the row-major order of the local tensor
 /// with these rows. Adjacent ranges are merged.
-///
-/// # Errors
-/// The first of `visit`.
 fn for_each_range<E>(
     shape: &[usize],
     axis: usize,

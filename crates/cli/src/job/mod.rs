@@ -187,8 +187,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// As `Mpi::world`.
     pub(crate) fn endpoints(&mut self) -> Outcome<Vec<RankEndpoint>> {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {
@@ -219,9 +217,6 @@ impl Job {
     }
 
     /// Sends a heartbeat to the processes that wait for this one.
-    ///
-    /// # Errors
-    /// The loss of a process.
     #[cfg(feature = "mpi")]
     pub(crate) fn heartbeat(&mut self) -> Outcome {
         Ok(self.world.as_mut().map_or(Ok(()), |world| world.heartbeat(Duration::ZERO))?)
@@ -237,8 +232,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// The loss of a process.
     pub(crate) fn synchronized_now(&mut self) -> Outcome<Instant> {
         // the first all-gathers wake processes that sleep, so that the last one is short
         for _ in 0..3 {
@@ -251,8 +244,6 @@ impl Job {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// The loss of a process.
     pub(crate) fn all_gather(&mut self, bytes: &[u8]) -> Outcome<Vec<Vec<u8>>> {
         #[cfg(feature = "mpi")]
         if let Some(world) = &mut self.world {

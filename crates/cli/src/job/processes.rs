@@ -215,9 +215,6 @@ impl World {
     }
 
     /// Sends a heartbeat, then receives messages for at most `wait`.
-    ///
-    /// # Errors
-    /// The loss of a process.
     pub(crate) fn heartbeat(&mut self, wait: Duration) -> Result<()> {
         self.endpoint.heartbeat(true);
         self.endpoint.progress(wait)

@@ -91,8 +91,6 @@ impl RunId {
     ///
     /// # Ordering
     /// Collective over the processes.
-    /// # Errors
-    /// The loss of a process.
     pub(crate) fn agree(job: &mut Job) -> Outcome<Self> {
         let now =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);

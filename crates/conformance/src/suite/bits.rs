@@ -50,9 +50,6 @@ fn same_bits(
 }
 
 /// Repeats one plan many times, then plans again: every answer has the same bits.
-///
-/// # Errors
-/// The array that differed.
 pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
     let case = summed_everywhere(subject);
     for setting in [
@@ -73,9 +70,6 @@ pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
 }
 
 /// Receives further ahead, on every route, in one pass and in two: the bits stay the same.
-///
-/// # Errors
-/// The array that differed.
 pub fn same_bits_received_ahead(subject: &dyn Subject) -> Verdict {
     for (backward, route) in [BackwardMode::OnePass, BackwardMode::TwoPass]
         .into_iter()
@@ -101,9 +95,6 @@ pub fn same_bits_received_ahead(subject: &dyn Subject) -> Verdict {
 }
 
 /// Runs the same case with delayed messages: `delayed` must give the bits of `prompt` every time.
-///
-/// # Errors
-/// The array that differed.
 pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times: usize) -> Verdict {
     let case = summed_everywhere(prompt);
     for setting in [Setting::new(4, Layout::Zigzag), Setting::new(3, Layout::Striped)] {
@@ -120,9 +111,6 @@ pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times:
 
 /// Computes a causal case again with other later rows, and with one of its batch rows alone, in f32
 /// and f64 if the subject computes them: the bits of rows that do not depend on them are the same.
-///
-/// # Errors
-/// The array that differed, with its element type and setting.
 pub fn independent_rows(subject: &dyn Subject) -> Verdict {
     let [contiguous, zigzag, striped] = LAYOUTS;
     let settings = [
@@ -195,9 +183,6 @@ const RANKS: [usize; 7] = [1, 2, 3, 5, 7, 8, 16];
 
 /// Computes random cases on all subjects, ring sizes and layouts, with routes in turn: the answers
 /// to a case have the same bits.
-///
-/// # Errors
-/// The array that differed.
 pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdict {
     for seed in seeds {
         let case = random_case(seed);
@@ -208,9 +193,6 @@ pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdic
 
 /// As [`reproducible_bits`], of one random case on one rank, on `ranks` ranks with each layout, and
 /// on `ranks` ranks that own random leaves.
-///
-/// # Errors
-/// The array that differed.
 pub fn reproducible_ranks(subjects: &[&dyn Subject], seed: u64, ranks: usize) -> Verdict {
     let case = random_case(seed);
     let random = random_leaves(&case, ranks, &mut Draw::new(seed));
@@ -249,9 +231,6 @@ fn one_set_of_bits(
 /// Computes a case with sinks for each shape of a bias, some with a dense mask or unnormalised, on
 /// rings of several sizes and layouts: all gradients have the same bits, and are those of the
 /// oracle.
-///
-/// # Errors
-/// The array that differed.
 pub fn reproducible_gradients(subjects: &[&dyn Subject]) -> Verdict {
     for number in 0..16u64 {
         let draw = &mut Draw::new(number);
@@ -341,9 +320,6 @@ fn random_leaves(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
 
 /// Compares the mean square errors of out, lse, dq, dk and dv in the reproducible order with those
 /// in the free order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
-///
-/// # Errors
-/// The array whose error is larger.
 pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
     let mut squares = [[0.0; 5]; 2];
     for seed in 0..4 {

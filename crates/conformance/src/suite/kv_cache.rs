@@ -62,9 +62,6 @@ impl<T: Element> Sequence<T> {
     }
 
     /// Appends rows, and attends with their queries.
-    ///
-    /// # Errors
-    /// Those of the cache.
     pub fn step(&self, cache: &mut Cache, rows: Range<usize>) -> Result<Forward<T>> {
         let of_rows = s![.., rows.clone(), .., ..];
         cache.append(self.k.slice(of_rows), self.v.slice(of_rows))?;
@@ -75,9 +72,6 @@ impl<T: Element> Sequence<T> {
     }
 
     /// Computes out and lse of all queries with the oracle.
-    ///
-    /// # Errors
-    /// Those of the oracle.
     pub fn truth(&self, attention: &Attention, dims: Dims) -> Result<oracle::Forward> {
         let spec = attention.spec(dims)?;
         let widened = |x: &Array4<T>| x.mapv(Element::to_f64);
@@ -125,9 +119,6 @@ impl Decoding<'_> {
 
     /// Makes the calls on ranks with the backends of `make`. Returns the worst difference of out
     /// and lse from one attention over all rows.
-    ///
-    /// # Errors
-    /// An error of a call; ranks with different bits; a call that sends other bytes than predicted.
     pub fn difference<T: Element, B: Backend<Space: HostTensors>>(
         &self,
         attention: &Attention,
@@ -181,9 +172,6 @@ impl Decoding<'_> {
     }
 
     /// Makes the calls in `dtype` and requires that they are one attention within its rounding.
-    ///
-    /// # Errors
-    /// As [`Decoding::difference`]; a difference that is too large.
     pub fn check<B: Backend<Space: HostTensors>>(
         &self,
         attention: &Attention,
@@ -222,9 +210,6 @@ pub const CACHED: Decoding<'static> = Decoding {
 
 /// Checks a prefill in chunks and tokens under every kind of mask and score, on each number of
 /// ranks.
-///
-/// # Errors
-/// As [`Decoding::check`].
 pub fn kv_cache<B: Backend<Space: HostTensors>>(
     dtype: DType,
     ranks: &[usize],
@@ -258,9 +243,6 @@ pub fn kv_cache<B: Backend<Space: HostTensors>>(
 
 /// Checks tokens around the end of a rank's first segment of 4,096 rows, and rows whose bytes are
 /// no multiple of 4 for elements of two bytes.
-///
-/// # Errors
-/// As [`Decoding::check`].
 pub fn kv_cache_segments<B: Backend<Space: HostTensors>>(
     dtype: DType,
     make: impl Fn(usize) -> Result<B> + Sync,
@@ -297,9 +279,6 @@ impl Copied {
 /// Checks that a token copies its own rows and queries to the devices and its results to the host,
 /// whatever the number of cached rows, and an append its rows alone. The tile lists of a token have
 /// at most `list_bytes` bytes for each segment of 4,096 rows. `copied` counts all copies so far.
-///
-/// # Errors
-/// An error of a call; the first call that copies other bytes.
 pub fn kv_cache_copies(
     cache: &mut LocalCache,
     list_bytes: u64,

@@ -41,9 +41,6 @@ impl Scale {
 const RANKS: [usize; 9] = [1, 2, 3, 4, 5, 7, 8, 16, 33];
 
 /// Runs every mask × every number of ranks × every layout, a random one included.
-///
-/// # Errors
-/// The first member whose answer is wrong.
 pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
     let members = (0..MASKS).flat_map(|mask| {
         let of_mask = move |ranks| (0..=LAYOUTS.len()).map(move |layout| (mask, ranks, layout));
@@ -62,9 +59,6 @@ pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
 }
 
 /// Runs awkward sizes up to 113 × 203, each with one mask, a few ranks and every layout.
-///
-/// # Errors
-/// The first size whose answer is wrong.
 pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
     let lengths = [(1, 1), (1, 65), (63, 63), (65, 65), (33, 17), (63, 7), (113, 203)];
     for (number, (q_len, kv_len)) in
@@ -85,9 +79,6 @@ pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
 }
 
 /// Runs random cases on random settings, both drawn from the seed.
-///
-/// # Errors
-/// The first case whose answer is wrong.
 pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Verdict {
     for seed in seeds {
         let draw = &mut Draw::new(!seed);
@@ -152,18 +143,12 @@ pub fn published_settings(case: &Case, ranks: usize) -> Vec<Setting> {
 }
 
 /// Computes random cases in all element types of the subject, over rings of several sizes.
-///
-/// # Errors
-/// The first wrong answer.
 pub fn strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
     compute_grids(subject, seeds, |_| true)
 }
 
 /// As [`strategies`], only those that divide heads alone, for backends that compute no partial
 /// results of key columns. The others must be refused.
-///
-/// # Errors
-/// The first wrong answer, or an answer where a refusal is due.
 pub fn head_strategies(subject: &dyn Subject, seeds: Range<u64>) -> Verdict {
     let is_of_heads = |strategy: Strategy| matches!(strategy, Strategy::HeadsRing { .. });
     compute_grids(subject, seeds.clone(), is_of_heads)?;

@@ -33,9 +33,6 @@ pub type Verdict = Result<(), String>;
 pub const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
 /// Runs a case once.
-///
-/// # Errors
-/// The failure, and the case.
 pub fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
     let context = || format!("{}: {} on {setting}", subject.name(), case.name);
     let failed = |error| format!("{}: {error}", context());
@@ -57,9 +54,6 @@ pub(crate) fn examine(
 }
 
 /// Runs a case once, compares its answer with the oracle's and returns it.
-///
-/// # Errors
-/// The first failure, and the case.
 pub fn answer(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
     let answer = run(subject, case, setting)?;
     let context = |wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name);

@@ -29,9 +29,6 @@ pub enum Poison {
 
 /// Computes every case in every element type of the subject, on 1, 2, 3, 4 and 7 ranks and in
 /// every layout.
-///
-/// # Errors
-/// The first answer that differs from the oracle's, as text.
 pub fn nonfinite(subject: &dyn Subject, poison: Poison) -> Verdict {
     for &dtype in subject.dtypes() {
         nonfinite_on(subject, poison, dtype, &settings())?;
@@ -40,9 +37,6 @@ pub fn nonfinite(subject: &dyn Subject, poison: Poison) -> Verdict {
 }
 
 /// Computes every case in one element type, on these settings.
-///
-/// # Errors
-/// As [`nonfinite`].
 pub fn nonfinite_on(
     subject: &dyn Subject,
     poison: Poison,
@@ -55,9 +49,6 @@ pub fn nonfinite_on(
 /// Computes rows whose visible scores are all −∞, in every element type of the subject, on all
 /// ranks and layouts of [`nonfinite`]. They are as rows without a visible key: dq is 0, although
 /// the keys are infinite.
-///
-/// # Errors
-/// As [`nonfinite`].
 pub fn infinite_scores(subject: &dyn Subject) -> Verdict {
     for &dtype in subject.dtypes() {
         infinite_scores_on(subject, dtype, &settings())?;
@@ -66,9 +57,6 @@ pub fn infinite_scores(subject: &dyn Subject) -> Verdict {
 }
 
 /// [`infinite_scores`] in one element type, on these settings.
-///
-/// # Errors
-/// As [`nonfinite`].
 pub fn infinite_scores_on(subject: &dyn Subject, dtype: DType, settings: &[Setting]) -> Verdict {
     hold(subject, [true, false].map(weightless).into(), dtype, settings)
 }

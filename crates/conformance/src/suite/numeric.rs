@@ -12,9 +12,6 @@ use super::{LAYOUTS, Verdict, ensure, examine, judge, run};
 use crate::{Case, Draw, Masks, Setting, Subject, epsilon};
 
 /// Checks every rule in every element type, over a few ranks and layouts.
-///
-/// # Errors
-/// The first rule that is broken, with the failure.
 pub fn numeric_rules(subject: &dyn Subject) -> Verdict {
     for &dtype in subject.dtypes() {
         for setting in settings() {
@@ -26,9 +23,6 @@ pub fn numeric_rules(subject: &dyn Subject) -> Verdict {
 
 /// Checks every rule in one element type and one setting, for subjects that are too slow for
 /// [`numeric_rules`].
-///
-/// # Errors
-/// As [`numeric_rules`].
 pub fn numeric_rules_on(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let rule = |name: &str, verdict: Verdict| verdict.map_err(|wrong| format!("{name}: {wrong}"));
     rule("a row without a visible key", empty_rows(subject, dtype, setting))?;

@@ -18,9 +18,6 @@ const WITHOUT: f64 = 1.5;
 /// Checks dq of bf16 and f16 with the rounding residual of out, and that dq is far off without it:
 /// both forms of the output, both forms of the backward pass. `leaf_rows`: in the reproducible
 /// order.
-///
-/// # Errors
-/// The first case whose dq is off, or is not without the residual.
 pub fn out_residual(subject: &dyn Subject, leaf_rows: Option<u64>, setting: &Setting) -> Verdict {
     for dtype in [DType::Bf16, DType::F16] {
         for normalize in [true, false] {

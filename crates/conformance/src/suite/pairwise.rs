@@ -264,9 +264,6 @@ pub fn pairwise() -> Vec<Configuration> {
 }
 
 /// Runs every configuration, on each of the numbers of ranks in turn.
-///
-/// # Errors
-/// The first configuration whose answer is wrong.
 pub fn pairwise_cases(subject: &dyn Subject, ranks: &[usize]) -> Verdict {
     for (configuration, &ranks) in pairwise().iter().zip(ranks.iter().cycle()) {
         let case = configuration.case();

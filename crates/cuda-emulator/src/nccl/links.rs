@@ -103,9 +103,6 @@ fn address(token: &Token, rank: usize) -> Result<SocketAddr> {
 
 impl Links {
     /// Opens the listener of a rank.
-    ///
-    /// # Errors
-    /// The system's error, if the rank exists already.
     pub(super) fn new(token: Token, rank: usize, ranks: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(&token, rank)?)?;
         listener.set_nonblocking(true)?;
