@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
 //! | `cache.rs` | the class `Cache` |
-//! | `config.rs` | parameters of an attention and of a plan, from `annulus/_attention.py`; backends |
+//! | `config.rs` | parameters of attentions and plans, from `annulus/_attention.py`; backends |
 //! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
 //! | `endpoint.rs` | the class `Endpoint` |
 //! | `errors.rs` | annulus errors as Python exceptions |

@@ -8,7 +8,7 @@ use annulus_core::{
 use half::{bf16, f16};
 
 use crate::{
-    backward,
+    backward::{self, calls},
     forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
     threads::team::Team,
     tile::input::{Acc, TileInput},
@@ -18,8 +18,8 @@ use crate::{
     },
 };
 
-/// Calls a function of the workspace's element type, or of `$dtype`, with its threads, its state and
-/// the arguments.
+/// Calls a function of the workspace's element type, or of `$dtype`, with its threads, its state
+/// and the arguments.
 macro_rules! by_dtype {
     ($workspace:expr => $($call:tt)+) => {{
         let dtype = $workspace.dtype;
@@ -217,13 +217,13 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         let inputs = &self.inputs;
         match (self.mode, dkv) {
             (BackwardMode::OnePass, Some(dkv)) => {
-                by_dtype!(self.workspace => backward::calls::backward_fused(inputs, kv, dkv, tick))
+                by_dtype!(self.workspace => calls::backward_fused(inputs, kv, dkv, tick))
             }
             (BackwardMode::OnePass, None) => {
                 Err(Error::internal("dQ without dK and dV in a one-pass backward"))
             }
             (BackwardMode::TwoPass, dkv) => {
-                by_dtype!(self.workspace => backward::calls::backward_separate(inputs, kv, dkv, tick))
+                by_dtype!(self.workspace => calls::backward_separate(inputs, kv, dkv, tick))
             }
         }
     }
@@ -235,7 +235,7 @@ impl BackwardPass<Host> for CpuBackward<'_> {
         tick: Tick<'_>,
     ) -> Result<()> {
         let inputs = &self.inputs.forward;
-        by_dtype!(self.workspace => backward::calls::backward_dkv_from_queries(inputs, queries, dkv, tick))
+        by_dtype!(self.workspace => calls::backward_dkv_from_queries(inputs, queries, dkv, tick))
     }
 
     fn reduce(

@@ -7,7 +7,7 @@
 //!
 //! | role | file |
 //! |---|---|
-//! | [`annulus_core::Backend`], [`annulus_core::Workspace`]; its memory | `backend.rs`; `state.rs` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`]; memory | `backend.rs`; `state.rs` |
 //! | [`annulus_core::ForwardPass`]: tiles, row epilogue | `forward.rs` |
 //! | forward: choice of tiles, GQA packing, ranges of keys | `forward_tiles.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, dQ, dbias, dK and dV, end | `backward.rs` |

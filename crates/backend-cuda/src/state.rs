@@ -1,5 +1,5 @@
-//! Device memory of one rank over all ring steps: softmax statistics, accumulators, gradients in the
-//! sums' type.
+//! Device memory of one rank over all ring steps: softmax statistics, accumulators, gradients in
+//! the sums' type.
 //!
 //! Split-KV decoding: with few queries, ranges of the keys of a query tile are thread blocks of
 //! their own, because a GPU would otherwise be mostly idle. Kernel: `kernels/merge_splits.cuh`.

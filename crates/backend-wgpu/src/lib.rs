@@ -15,7 +15,8 @@
 //! | adapters and limits, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
 //! | devices open and close one at a time; locks | `open_device.rs` |
 //! | command batches, timing | `launch.rs` |
-//! | their order, proof that they ran, idle staging buffers; waits for them | `pacing.rs`; `queue.rs` |
+//! | order of batches, proof that they ran, idle staging buffers | `pacing.rs` |
+//! | waits for batches | `queue.rs` |
 //! | work per submission | `chunks.rs`, `pacing.rs` |
 //! | errors | `errors.rs` |
 //! | levels; register and query tiles, and the default of all | `level.rs`; `choice.rs` |

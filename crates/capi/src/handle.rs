@@ -70,8 +70,8 @@ impl<T: Send + 'static> Handles<T> {
         ptr::without_provenance_mut(address)
     }
 
-    /// Makes a value with `make` and writes its handle to `*out`; writes NULL if that fails. Returns
-    /// the status.
+    /// Makes a value with `make` and writes its handle to `*out`; writes NULL if that fails.
+    /// Returns the status.
     ///
     /// # Safety
     /// `out` is NULL, misaligned or points to a writable pointer.

@@ -96,8 +96,8 @@ impl PartialMerge {
         self.lines.fill(MergedSoftmax::EMPTY);
     }
 
-    /// Adds the results of some heads over further keys: `out` `[batch, rows, heads, value_dim]` and
-    /// `statistics` `[batch, rows, heads]`.
+    /// Adds the results of some heads over further keys: `out` `[batch, rows, heads, value_dim]`
+    /// and `statistics` `[batch, rows, heads]`.
     pub(crate) fn add(
         &mut self,
         heads: Range<usize>,
@@ -119,8 +119,8 @@ impl PartialMerge {
         }
     }
 
-    /// Adds a message with the results of some heads in the accumulator's type, packed: out, max and
-    /// sum, and ties of an output that is not normalised.
+    /// Adds a message with the results of some heads in the accumulator's type, packed: out, max
+    /// and sum, and ties of an output that is not normalised.
     pub(crate) fn add_message(
         &mut self,
         dtype: DType,

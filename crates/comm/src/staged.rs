@@ -331,7 +331,8 @@ pub(crate) mod cuda {
         }
     }
 
-    /// Returns the bytes of a staging buffer for a message: its own, then room for the list of ranges.
+    /// Returns the bytes of a staging buffer for a message: its own, then room for the list of
+    /// ranges.
     pub(crate) fn staged_bytes(header: &MessageHeader) -> u64 {
         table_start(header) + RangeTransfer::table_bytes(header.ranges.len())
     }
@@ -374,9 +375,9 @@ pub(crate) mod cuda {
             table: staged.address() + table_start(header),
             direction,
         };
-        // SAFETY: the ranges lie within `buffer`, as was checked when they were posted; their bytes and
-        // their list lie within `staged`, which has `staged_bytes`. Both are kept until the work is
-        // done, and work on `staged` is in this stream.
+        // SAFETY: the ranges lie within `buffer`, as was checked when they were posted; their bytes
+        // and their list lie within `staged`, which has `staged_bytes`. Both are kept until the
+        // work is done, and work on `staged` is in this stream.
         unsafe { stream.copy_ranges(&transfer) }
     }
 }

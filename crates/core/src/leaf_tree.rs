@@ -288,7 +288,8 @@ mod tests {
             let want = node(&all, 6, 0);
             // of contiguous and of strided leaves
             for is_strided in [false, true] {
-                let owner = |leaf: usize| if is_strided { leaf % ranks } else { leaf * ranks / all.len() };
+                let chunk = |leaf: usize| leaf * ranks / all.len();
+                let owner = |leaf: usize| if is_strided { leaf % ranks } else { chunk(leaf) };
                 let shard = |rank| -> Runs {
                     let own = (0..len).filter(|row| owner(row / ROWS as usize) == rank);
                     own.map(|row| row as i64).collect()
@@ -297,7 +298,8 @@ mod tests {
                     let mut arrivals = Vec::new();
                     for step in 0..ranks {
                         let rows = shard((rank + ranks - step) % ranks);
-                        leaves_of(&rows, &RowSet::all(rows.len()), ROWS, |leaf| arrivals.push(leaf));
+                        let whole = RowSet::all(rows.len());
+                        leaves_of(&rows, &whole, ROWS, |leaf| arrivals.push(leaf));
                     }
                     let merges = LeafMerges::of_arrivals(arrivals).unwrap();
                     prop_assert_eq!(&execute(&merges), &want, "{} rank {}", is_strided, rank);
@@ -308,8 +310,8 @@ mod tests {
 
     #[test]
     fn merges_of_another_order_of_terms_differ() {
-        // both mistakes that the tests above must find: operands exchanged, and merges in the order of
-        // arrival
+        // both mistakes that the tests above must find: operands exchanged, and merges in the order
+        // of arrival
         let leaves: BTreeSet<u64> = [0, 1, 2, 3].into();
         let want = node(&leaves, 2, 0);
         let mut swapped = LeafMerges::of_arrivals([2, 3, 0, 1]).unwrap();
@@ -325,8 +327,9 @@ mod tests {
     fn slots_are_reused_and_few() {
         let ascending = LeafMerges::of_arrivals(0..1000).unwrap();
         assert_eq!(ascending.slots(), 9);
-        // rank 3 of 8 on a contiguous ring: its own 8 leaves, then those of the ranks before it. While
-        // leaves 32 to 39 are folded, 0..32, 48..64 and 40..48 wait, and three results within them
+        // rank 3 of 8 on a contiguous ring: its own 8 leaves, then those of the ranks before it.
+        // While leaves 32 to 39 are folded, 0..32, 48..64 and 40..48 wait, and three results within
+        // them
         let ranks = (0..8).flat_map(|step| (0..8).map(move |leaf| (11 - step) % 8 * 8 + leaf));
         assert_eq!(LeafMerges::of_arrivals(ranks).unwrap().slots(), 6);
         assert_eq!(LeafMerges::of_arrivals([]).unwrap(), LeafMerges::default());

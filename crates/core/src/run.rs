@@ -161,8 +161,8 @@ impl FromIterator<i64> for Runs {
     }
 }
 
-/// Calls `found` with the runs of a list, found greedily. The current run is kept in registers, so a
-/// long run costs no memory accesses.
+/// Calls `found` with the runs of a list, found greedily. The current run is kept in registers, so
+/// a long run costs no memory accesses.
 pub(crate) fn for_each_run(numbers: impl IntoIterator<Item = i64>, mut found: impl FnMut(Run)) {
     let mut run = Run { start: 0, step: 0, count: 0 };
     let mut last = 0i64;

@@ -1,6 +1,6 @@
 //! Definition of one attention: every number and option that must be equal on all ranks. The
-//! attention of a part of the heads: everything that depends on a head keeps its number in the whole
-//! attention (masks, bias functions, dropout).
+//! attention of a part of the heads: everything that depends on a head keeps its number in the
+//! whole attention (masks, bias functions, dropout).
 
 use std::{ops::Range, sync::Arc};
 

@@ -62,8 +62,8 @@ pub use self::loaded_library::{ffi, loaded};
 /// Source of the shim. The feature `link-mpi` has no use for it.
 pub const SHIM_SOURCE: &str = include_str!("../shim/annulus_mpi_shim.c");
 
-// Extensions by which an MPI reports that it accepts the memory of GPUs. None is in the standard, so
-// each is looked up by its name.
+// Extensions by which an MPI reports that it accepts the memory of GPUs. None is in the standard,
+// so each is looked up by its name.
 
 /// Returns the report of `name`, an `MPIX_Query_*_support`, or `None` if no MPI is loaded or it
 /// lacks the function.

@@ -10,7 +10,8 @@
 //! |---|---|
 //! | a case computed by the facade: [`facade`] | `facade.rs` |
 //! | [`Case`], [`Masks`]; the oracle's results: [`Truth`]; those of a subject: [`Answer`] | `case.rs` |
-//! | sources of cases: random ([`Case::random`], [`mask_object`], [`set_of_batch`]), computed elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `expected.rs` |
+//! | random cases: [`Case::random`], [`mask_object`], [`set_of_batch`] | `random.rs` |
+//! | cases computed elsewhere: [`golden`] | `golden.rs`, `expected.rs` |
 //! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
 mod case;

@@ -225,8 +225,8 @@ pub fn set_of_batch(kind: usize, dims: &Dims, draw: &mut Draw, made: &mut Batch)
 }
 
 impl Case {
-    /// Rounds Q and K to multiples of 1/4, which have exact products and sums: no order of summation
-    /// changes the rounding of a logit.
+    /// Rounds Q and K to multiples of 1/4, which have exact products and sums: no order of
+    /// summation changes the rounding of a logit.
     pub fn round_scores(&mut self) {
         [&mut self.q, &mut self.k]
             .into_iter()

@@ -242,7 +242,8 @@ impl<E: TileInput> DkvPass<'_, E> {
                 .peekable();
             while let Some(queries) = query_tiles.next() {
                 let of_round = |round: usize| (round + 1) * tiles - 1 - queries.start / TILE;
-                // where heads share dbias, a tile's terms of all rounds precede those of later tasks
+                // where heads share dbias, a tile's terms of all rounds precede those of later
+                // tasks
                 let last_round = if is_shared_by_heads { rounds - 1 } else { round };
                 let steps = of_round(round)..=of_round(last_round);
                 if ticker.should_stop()

@@ -19,17 +19,17 @@
 //! last block is also the first, all tasks of a thread use one accumulator: those of the query
 //! blocks would be read from memory, and written to it, although no later call needs them.
 //!
-//! In the reproducible order a task takes the block leaf by leaf: it closes the leaf before, that is,
-//! merges it with the partial results that wait for it, or stores it, and then folds the tiles of 64
-//! row numbers of the leaf, ascending, into the partial result of the leaf. The result of a row does
-//! not depend on the other rows of its strip or task: every operation on a lane depends on that lane
-//! alone, and a tile that is empty for the strip changes no bit of a lane. Probabilities are not
-//! rounded to bf16 in this order: `VDPBF16PS` adds pairs of rows of a block, so that a result would
-//! depend on the blocks.
+//! In the reproducible order a task takes the block leaf by leaf: it closes the leaf before, that
+//! is, merges it with the partial results that wait for it, or stores it, and then folds the tiles
+//! of 64 row numbers of the leaf, ascending, into the partial result of the leaf. The result of a
+//! row does not depend on the other rows of its strip or task: every operation on a lane depends on
+//! that lane alone, and a tile that is empty for the strip changes no bit of a lane. Probabilities
+//! are not rounded to bf16 in this order: `VDPBF16PS` adds pairs of rows of a block, so that a
+//! result would depend on the blocks.
 //!
 //! # Source
-//! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax, and section 3.1
-//! for the merge of partial results.
+//! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax, and section
+//! 3.1 for the merge of partial results.
 
 use std::ops::Range;
 
@@ -75,9 +75,9 @@ pub(crate) fn begin<A: Real>(team: &Team, state: &mut PassState<A>) {
 }
 
 impl<E: TileInput> ForwardQueryPass<'_, E> {
-    /// Attends to the block tile by tile, with all queries, in tasks of `task_rows` of them. Leaf by
-    /// leaf if there are `leaves`. With `outputs`, writes those of all rows, unless it is stopped;
-    /// tasks are then one query block each, in the order
+    /// Attends to the block tile by tile, with all queries, in tasks of `task_rows` of them. Leaf
+    /// by leaf if there are `leaves`. With `outputs`, writes those of all rows, unless it is
+    /// stopped; tasks are then one query block each, in the order
     /// [`crate::workspace::state::BlockOrder::Rows`].
     pub(crate) fn attend_tiles(
         &self,

@@ -461,8 +461,8 @@ impl<A: Real, B: GemmEpilogue> GemmTn<'_, A, B> {
         }
     }
 
-    /// Continues the chains of `COUNT` vectors of `ROWS` rows of C, from vector `FIRST + AT` on, over
-    /// rows of B.
+    /// Continues the chains of `COUNT` vectors of `ROWS` rows of C, from vector `FIRST + AT` on,
+    /// over rows of B.
     #[inline(always)]
     fn sum<
         V: Vector<A>,

@@ -15,8 +15,8 @@ use annulus_core::{Result, Spec, memory};
 
 use crate::{simd::dispatch::Real, tile::aligned::Aligned};
 
-/// `[max, 1/sum, delta, share]` of one row; see [`Spec::ROW_STATISTICS`]. `share` is 0 if the output
-/// is normalised.
+/// `[max, 1/sum, delta, share]` of one row; see [`Spec::ROW_STATISTICS`]. `share` is 0 if the
+/// output is normalised.
 pub(crate) type Statistics<A> = [A; Spec::ROW_STATISTICS];
 
 /// Row statistics of all local queries.

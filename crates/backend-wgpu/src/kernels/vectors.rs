@@ -161,8 +161,8 @@ fn {name}_last(batch: u32, {head}: u32) -> u32 {{
     }
 
     /// Generates the offsets of the rows that an invocation loads of a tile: declarations of the
-    /// names that begin with `side`, and an expression per row. The left tile, which is the own one,
-    /// has the rows of [`Self::own_rows`].
+    /// names that begin with `side`, and an expression per row. The left tile, which is the own
+    /// one, has the rows of [`Self::own_rows`].
     fn loaded_rows(&self, variant: TileVariant, side: &str) -> (String, Vec<String>) {
         let numbers = 0..variant.used_register_tile().loads();
         let is_own = side == "left" && variant.used_matrices().is_some();

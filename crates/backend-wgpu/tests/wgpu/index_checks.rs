@@ -7,7 +7,8 @@
 //!
 //! A software driver compiles a kernel with checks for seconds. So kernels of bf16 have none here:
 //! they access arrays at the indices of those of f16; nor have kernels without matrices at
-//! level `matrix`, which have the indices of `plain` (`crates/backend-wgpu/src/kernels/tests/mod.rs`).
+//! level `matrix`, which have the indices of `plain`
+//! (`crates/backend-wgpu/src/kernels/tests/mod.rs`).
 //!
 //! Code of the kernels that this adapter does not execute, because it depends on the device:
 //! matrices of subgroups that are smaller than the device's largest, and products of 32 × 32 bits

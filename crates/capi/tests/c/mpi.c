@@ -1,7 +1,7 @@
 /*
- * mpi FILE         both passes over a communicator of half the ranks of the job, by MPI_Comm, and by
- *                  MPI_Fint of another communicator with the ranks in reverse, at once. The host's
- *                  error handler stays. Rank 0 of the first half writes its results to FILE
+ * mpi FILE         both passes over a communicator of half the ranks of the job, by MPI_Comm, and
+ *                  by MPI_Fint of another communicator with the ranks in reverse, at once. The
+ *                  host's error handler stays. Rank 0 of the first half writes its results to FILE
  * mpi FILE cache   likewise, decoding with KV caches
  */
 #ifndef ANNULUS_WITH_MPI

@@ -1,7 +1,7 @@
 // mpi: a plan and a cache over one endpoint; prints the sum of out.
-// mpi documents: packed documents over the ranks of the job, on the balanced layout and on contiguous
-// shards, with a strategy that is chosen for them; both passes give what attention over every
-// document alone gives.
+// mpi documents: packed documents over the ranks of the job, on the balanced layout and on
+// contiguous shards, with a strategy that is chosen for them; both passes give what attention over
+// every document alone gives.
 #ifndef ANNULUS_WITH_MPI
 #error "pkg-config annulus-mpi defines ANNULUS_WITH_MPI"
 #endif

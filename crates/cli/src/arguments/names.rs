@@ -24,8 +24,8 @@ const LENGTHS: [(&str, &str); 7] = [
 ];
 
 /// Converts an error of a subcommand whose lengths come from flags. An invalid argument becomes an
-/// invalid command line that names the flag. `others` has the (argument, flag) pairs of a subcommand
-/// that sets some arguments by other flags.
+/// invalid command line that names the flag. `others` has the (argument, flag) pairs of a
+/// subcommand that sets some arguments by other flags.
 pub(crate) fn of_flags(error: Error, others: &[(&str, &str)]) -> Failure {
     let Error::InvalidArgument { argument, got, want } = error else { return error.into() };
     let mut all = others.iter().chain(&LENGTHS).chain(FLAGS);

@@ -312,8 +312,8 @@ pub(crate) fn check_documents(documents: &[usize], dims: &Dims) -> Outcome {
     Ok(())
 }
 
-/// Returns the batch of the documents: the default one if there are none. [`rows_of_documents`] must have
-/// accepted them.
+/// Returns the batch of the documents: the default one if there are none. [`rows_of_documents`]
+/// must have accepted them.
 pub(crate) fn packed(documents: &[usize]) -> Batch {
     let starts = std::iter::once(0).chain(documents.iter().scan(0i64, |end, &len| {
         *end += len as i64;

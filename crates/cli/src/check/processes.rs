@@ -81,8 +81,8 @@ fn judge(
     Ok(Verdict::of(&wrong))
 }
 
-/// Chooses the verdict of a ring from those of its ranks: that of the lowest rank with an error of
-/// its own, else with one that repeats another, else with wrong arrays.
+/// Returns the verdict of a ring: of the lowest rank with an error of its own, or else with an
+/// error that repeats another rank's, or else with wrong arrays.
 fn merge<'a>(ranks: impl Iterator<Item = &'a Verdict>) -> Verdict {
     let precedence = |verdict: &&Verdict| match verdict {
         Verdict::Failed { echo: false, .. } => 0,

@@ -5,8 +5,8 @@
 //! A wait at the entry of a collective call is one for ranks that have not made it. A rank that has
 //! not made the call is not
 //! silent: its program may compute, write a checkpoint or wait in a debugger between two calls, and
-//! sends nothing meanwhile. So these waits have a deadline of their own, by default none. A rank that
-//! has entered is in the call and is judged by its silence from then on.
+//! sends nothing meanwhile. So these waits have a deadline of their own, by default none. A rank
+//! that has entered is in the call and is judged by its silence from then on.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

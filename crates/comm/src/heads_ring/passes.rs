@@ -185,8 +185,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         FieldList { names: outputs.clone(), fields: fields.outputs.clone(), tag }
     }
 
-    /// Returns the rounding residual of out, which is exchanged after the ring of a forward pass and
-    /// before that of a backward pass.
+    /// Returns the rounding residual of out, which is exchanged after the ring of a forward pass
+    /// and before that of a backward pass.
     fn residual_of(&self, kind: PassKind) -> FieldList {
         let [_, tag] = later_tags(kind);
         let fields = self.residual.into_iter().collect();

@@ -2,8 +2,9 @@
 //! and column, allocated with the plan.
 
 //!
-//! With several key columns the partial results of the own queries are merged, each when it arrives:
-//! the own column first, then those before it, descending. The order depends on the grid alone.
+//! With several key columns the partial results of the own queries are merged, each when it
+//! arrives: the own column first, then those before it, descending. The order depends on the grid
+//! alone.
 //!
 //! ```text
 //! forward    (out, max, sum) of each column, and ties if the output is not normalised: an online

@@ -15,7 +15,8 @@
 //!
 //! # All-gathers
 //! They use the same edges, so a rank sends to O(log ranks) others besides those with which it
-//! exchanges blocks: in ⌈log₂ ranks⌉ rounds one message per rank, instead of a message to every rank.
+//! exchanges blocks: in ⌈log₂ ranks⌉ rounds one message per rank, instead of a message to every
+//! rank.
 //!
 //! ```text
 //! for reach = 1, 2, 4, … < ranks:                                              (ranks mod `ranks`)
@@ -410,9 +411,9 @@ mod tests {
         }
     }
 
-    /// Runs an all-gather of `parts`, whose messages arrive in an order drawn from `pick`. Returns the
-    /// parts that all ranks have, the number of messages, and the most bytes that a rank has sent,
-    /// with 24 bytes for each run.
+    /// Runs an all-gather of `parts`, whose messages arrive in an order drawn from `pick`. Returns
+    /// the parts that all ranks have, the number of messages, and the most bytes that a rank has
+    /// sent, with 24 bytes for each run.
     fn gather(
         parts: &[Vec<u8>],
         mut pick: impl FnMut(usize) -> usize,
@@ -459,11 +460,13 @@ mod tests {
             parts in prop::collection::vec(0u8..3, 1..70),
             order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
         ) {
-            let parts: Vec<Vec<u8>> = parts.into_iter().map(|part| vec![part; part.into()]).collect();
+            let part = |byte: u8| vec![byte; byte.into()];
+            let parts: Vec<Vec<u8>> = parts.into_iter().map(part).collect();
             let mut order = order.into_iter().cycle();
             let (gathered, messages, _) = gather(&parts, |len| order.next().unwrap().index(len));
             prop_assert_eq!(&gathered, &parts);
-            prop_assert_eq!(messages, parts.len() * parts.len().next_power_of_two().ilog2() as usize);
+            let rounds = parts.len().next_power_of_two().ilog2() as usize;
+            prop_assert_eq!(messages, parts.len() * rounds);
         }
     }
 

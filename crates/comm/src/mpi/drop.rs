@@ -105,8 +105,8 @@ impl MpiEndpoint {
         data.is_some_and(MpiCommunicator::is_on_another_thread) && check_alive().is_ok()
     }
 
-    /// Removes a context and sends its last frame. Returns what this rank leaves. The last one takes the endpoint with it, and one
-    /// that is dropped within a call ends the others.
+    /// Removes a context and sends its last frame. Returns what this rank leaves. The last one
+    /// takes the endpoint with it, and one that is dropped within a call ends the others.
     fn leave(&mut self, number: u64) -> Leaving {
         let Some(context) = self.contexts.get_mut(&number) else { return Leaving::PlanContext };
         context.is_open = false;

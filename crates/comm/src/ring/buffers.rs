@@ -113,8 +113,8 @@ impl<S: Space> RingBuffers<S> {
     }
 
     /// Returns true if the buffers, which are all free, are large enough for this plan of the same
-    /// ring: if its messages can be received as far ahead, and gradients can be as late, as in those
-    /// that [`RingBuffers::allocate`] returns at least.
+    /// ring: if its messages can be received as far ahead, and gradients can be as late, as in
+    /// those that [`RingBuffers::allocate`] returns at least.
     pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
         let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
         // `local_dkv` fits: the number of local rows never changes

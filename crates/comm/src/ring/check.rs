@@ -236,8 +236,8 @@ pub(crate) struct Combined {
     pub(crate) groups_in_order: bool,
 }
 
-/// Agrees with all ranks on a plan, in all-gather 0 of the transport. `checked` has the capabilities
-/// of the backend; `page_rows` is 0 but for a KV cache.
+/// Agrees with all ranks on a plan, in all-gather 0 of the transport. `checked` has the
+/// capabilities of the backend; `page_rows` is 0 but for a KV cache.
 pub(crate) fn agree_on_plan<S: Space>(
     transport: &mut dyn Transport<S>,
     checked: Result<(&Spec, &Capabilities, Strategy)>,

@@ -1,4 +1,5 @@
-//! Leaves of a sequence by owner: which rank holds the terms of which node of the reproducible tree.
+//! Leaves of a sequence by owner: which rank holds the terms of which node of the reproducible
+//! tree.
 
 use std::sync::Arc;
 

@@ -4,10 +4,10 @@
 //! that.
 //!
 //! # Final gradients
-//! They are reduced into the local dK/dV in the order of their steps, which fixes the bits, whenever the rank computes
-//! no tile: at the end of a step, and in every wait. No step waits for one. Its receive is posted
-//! once its place is free, the first ones at the start of the pass, so that a rank that is ahead
-//! need not wait for the owner of its keys.
+//! They are reduced into the local dK/dV in the order of their steps, which fixes the bits,
+//! whenever the rank computes no tile: at the end of a step, and in every wait. No step waits for
+//! one. Its receive is posted once its place is free, the first ones at the start of the pass, so
+//! that a rank that is ahead need not wait for the owner of its keys.
 //!
 //! No rank waits forever. Of all ranks consider one in the earliest step. What it waits for was
 //! sent in earlier steps, or is a sum of an earlier step that it sends to an owner. That owner has

@@ -60,9 +60,9 @@ pub(crate) struct MessageGroup {
 
 impl MessageGroup {
     /// Returns the messages of an exchange between all `members`, of which this rank is number
-    /// `own`, for some distances: to the member that many places ahead, from the one as many behind.
-    /// `bytes` returns the bytes that are sent to a member from the source, and those that are
-    /// received from it. Empty messages are left out.
+    /// `own`, for some distances: to the member that many places ahead, from the one as many
+    /// behind. `bytes` returns the bytes that are sent to a member from the source, and those that
+    /// are received from it. Empty messages are left out.
     pub(crate) fn exchange(
         [own, members]: [usize; 2],
         distances: Range<usize>,
@@ -219,8 +219,8 @@ impl Addressing<'_> {
         }
     }
 
-    /// Returns the transfers `group` before or after a step. What is sent, and what is received, is in
-    /// parts if it has a split size: if it is the last block of its receiver.
+    /// Returns the transfers `group` before or after a step. What is sent, and what is received, is
+    /// in parts if it has a split size: if it is the last block of its receiver.
     fn transfers(
         &self,
         group: &Group,

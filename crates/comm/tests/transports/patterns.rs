@@ -1,5 +1,5 @@
-//! Random message patterns arrive intact, in any order of posts and takes, over wrappers as over the
-//! transport inside; traces record them.
+//! Random message patterns arrive intact, in any order of posts and takes, over wrappers as over
+//! the transport inside; traces record them.
 
 use std::{
     collections::BTreeMap,

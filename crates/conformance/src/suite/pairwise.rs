@@ -16,8 +16,8 @@
 //! dense mask or with a bias that has a query axis, because several ranks refuse it.
 //!
 //! # Source
-//! Cohen et al. 1997 (AETG): one configuration after the other, each started with an uncovered pair;
-//! here it is the best of some random ones.
+//! Cohen et al. 1997 (AETG): one configuration after the other, each started with an uncovered
+//! pair; here it is the best of some random ones.
 
 use std::{collections::BTreeSet, sync::Arc};
 

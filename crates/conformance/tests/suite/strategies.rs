@@ -183,8 +183,8 @@ fn a_relay_enters_each_node_once() {
     assert_eq!(pairs(6, 1, None, None).len(), 0);
 }
 
-/// A given route, or rails: of given nodes over one process, and by name over nodes that a transport
-/// reports.
+/// A given route, or rails: of given nodes over one process, and by name over nodes that a
+/// transport reports.
 #[test]
 fn nodes_change_no_bit_of_a_given_route() {
     let plain = subjects::cpu();

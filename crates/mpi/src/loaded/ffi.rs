@@ -1,6 +1,7 @@
 //! Types, constants and functions of MPI, under the names of the crate `mpi`.
 //!
-//! Types and constants are those of the standard ABI that annulus uses (MPI 5.0, 21.2.2 and appendix A.1).
+//! Types and constants are those of the standard ABI that annulus uses (MPI 5.0, 21.2.2 and
+//! appendix A.1).
 //!
 //! Handles are pointers to incomplete structures; those of predefined objects have fixed values
 //! below 4096. The constants have the names and the types of the crate `mpi`, which prefixes those

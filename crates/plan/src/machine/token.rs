@@ -172,8 +172,8 @@ mod tests {
     };
     use annulus_core::{DType, Dims, mask};
 
-    /// 10 pages of 64 rows and one of 10 on 4 ranks: rank 0 and 1 have 3 whole pages, rank 2 two and
-    /// the rest.
+    /// 10 pages of 64 rows and one of 10 on 4 ranks: rank 0 and 1 have 3 whole pages, rank 2 two
+    /// and the rest.
     const CACHED: usize = 650;
 
     fn shards(ranks: usize) -> CacheShards<'static> {
@@ -190,8 +190,9 @@ mod tests {
 
         assert_eq!(traffic.further_pairs, 192 * (8 - 2));
 
-        // rank 0 reads 147,456 bytes in 1.5 s, and 6 of 8 heads add 4 · 48 FLOPs for each pair in 0.25
-        // s; 3 messages of 1,088 bytes at once in 0.1 + 3 · 0.5 s; two agreements of two rounds
+        // rank 0 reads 147,456 bytes in 1.5 s, and 6 of 8 heads add 4 · 48 FLOPs for each pair in
+        // 0.25 s; 3 messages of 1,088 bytes at once in 0.1 + 3 · 0.5 s; two agreements of two
+        // rounds
         let mut machine = machine(link(0.1, 2.0 * 1088.0), 1e30);
         let of_further = 192.0 * 6.0 * 4.0 * 48.0;
         let rate = TokenRate { bandwidth: 147_456.0 / 1.5, further_heads: of_further / 0.25 };
@@ -234,7 +235,8 @@ mod tests {
             shards(4).traffic(&spec).unwrap().pairs
         };
         assert_eq!(rows(Arc::new(mask::Causal::default())), 192);
-        // the last 100 rows: 10 of page 10 on rank 2, 64 of page 9 on rank 1, 26 of page 8 on rank 0
+        // the last 100 rows: 10 of page 10 on rank 2, 64 of page 9 on rank 1, 26 of page 8 on rank
+        // 0
         let window = mask::Window { left: Some(99), right: Some(0), first_visible: 0, offset: 0 };
         assert_eq!(rows(Arc::new(window)), 64);
 

@@ -2,8 +2,8 @@
 //!
 //! The way of a block are the steps in which it is forwarded from user to user: on a relay and on
 //! rails all steps, once per node those of one node, on the direct route single steps. The sets of
-//! `mod.rs` are unions over the users of a way. For the owner o of step t on rank r, with n the next
-//! user of the way, p the previous one, and need(u) the rows of o that user u needs:
+//! `mod.rs` are unions over the users of a way. For the owner o of step t on rank r, with n the
+//! next user of the way, p the previous one, and need(u) the rows of o that user u needs:
 //!
 //! ```text
 //! present(t + 1) = need(n) ∪ … ∪ need(last user)                         r sends

@@ -117,8 +117,8 @@ impl Route {
         }
     }
 
-    /// Returns the steps of the way that a block is on in step `step`, on which it is forwarded from
-    /// user to user. The owner, which has the block in step 0, is no user.
+    /// Returns the steps of the way that a block is on in step `step`, on which it is forwarded
+    /// from user to user. The owner, which has the block in step 0, is no user.
     pub(super) const fn way(self, step: usize, ranks: usize) -> Range<usize> {
         let steps = if self.is_relay() { ranks } else { self.period(ranks) };
         let first = step / steps * steps;

@@ -27,7 +27,8 @@ pub enum ViolationKind {
     Steps,
     /// A step computes on the block of the owner that the route requires.
     Owner,
-    /// A message is sent to another rank of the ring, of rows that their owner has, and not of none.
+    /// A message is sent to another rank of the ring, of rows that their owner has, and not of
+    /// none.
     Malformed,
     /// Blocks are in the group before the tiles, gradients of a backward pass in that after them.
     Group,
@@ -101,8 +102,8 @@ impl<'a> MessageEnd<'a> {
 }
 
 impl Schedule {
-    /// Returns all sends and receives, in the order A(0) B(0) A(1) … of each rank; true for those in
-    /// a group before the tiles.
+    /// Returns all sends and receives, in the order A(0) B(0) A(1) … of each rank; true for those
+    /// in a group before the tiles.
     pub(super) fn messages(&self) -> impl Iterator<Item = (bool, MessageEnd<'_>)> {
         self.steps.iter().enumerate().flat_map(|(rank, steps)| {
             steps.iter().enumerate().flat_map(move |(step, groups)| {

@@ -15,7 +15,8 @@ macro_rules! mistakes {
     (@of $of:ident, $what:literal, $sign:expr, $edits:expr) => {
         Mistake { of: Of::$of, what: $what, sign: $sign, early_copies: false, edits: $edits }
     };
-    ($($($of:ident)+: $what:literal, $sign:expr => $($file:ident: $from:expr => $to:literal),+;)*) => {
+    ($($($of:ident)+: $what:literal, $sign:expr =>
+        $($file:ident: $from:expr => $to:literal),+;)*) => {
         &[$(mistakes!(
             @of $($of)+, $what, $sign, const { &[$(Edit { file: $file, from: $from, to: $to }),+] }
         )),*]

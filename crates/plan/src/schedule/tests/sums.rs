@@ -1,5 +1,5 @@
-//! Rows, bytes and pairs that are summed over ranks: the documented shares of the full ring, runs of
-//! queries against single ones, many ranks.
+//! Rows, bytes and pairs that are summed over ranks: the documented shares of the full ring, runs
+//! of queries against single ones, many ranks.
 
 use std::sync::Arc;
 
@@ -137,7 +137,7 @@ fn runs_of_queries_have_the_needs_and_the_work_of_their_queries() {
         for len in [ranks - 1, 7 * ranks + 2, 40 * ranks] {
             check(&samples::plain(len, &layout, ranks), masks(4));
         }
-        // keys of every second rank, of which those of neighbours are several runs
+        // only ranks 0, 2, 4 … have keys, so that one interval of positions is several runs of keys
         let mut shards = samples::plain(40 * ranks, &layout, ranks);
         shards.kv.iter_mut().skip(1).step_by(2).for_each(|kv| *kv = Arc::default());
         check(&shards, masks(17));
