@@ -142,8 +142,8 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
     }
 }
 
-/// A gradient of a bias that was not declared too: its rows were dealt to the ranks before they
-/// were asked, which ended the ring by a panic.
+/// dbias is that of a bias which was not declared: its rows are dealt to the ranks, so the ring must
+/// refuse it before the ranks start.
 #[test]
 fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     let x = tensor(2, 0.3);

@@ -105,6 +105,17 @@ mod tests {
     }
 
     #[test]
+    fn long_texts_keep_both_ends_and_show_their_length() {
+        for letter in ["x", "ß", "\u{1b}", "🦀"] {
+            let long = format!("query{}key", letter.repeat(1 << 20));
+            let shown = name(&long);
+            assert!(shown.chars().count() <= MOST_NAME, "{shown}");
+            assert!(shown.starts_with("query") && shown.ends_with("key"), "{shown}");
+            assert!(shown.contains(&format!("({} bytes)", long.len())), "{shown}");
+        }
+    }
+
+    #[test]
     fn a_list_shows_the_number_of_omitted_names() {
         assert_eq!(list(["a", "b"]), "a, b");
         let many: Vec<String> = (0..1_500_000).map(|number| number.to_string()).collect();

@@ -129,6 +129,8 @@ fn flags_change_the_result_as_the_oracle_does() {
             Attention::new().unnormalized(true).prefix_len(7),
         ),
         (format!("{attend} --causal --ranks 40"), Attention::new().causal(true)),
+        (format!("{attend} --causal --ranks 4 --strategy heads:2"), Attention::new().causal(true)),
+        (format!("{attend} --causal --ranks 4 --strategy grid:2x2"), Attention::new().causal(true)),
     ];
     for (arguments, attention) in cases {
         let result = folder.succeed(&arguments);

@@ -271,3 +271,28 @@ pub fn pairwise_cases(subject: &dyn Subject, ranks: &[usize]) -> Verdict {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_value_changes_the_case_or_the_setting() {
+        // a configuration as text without its name
+        let described = |values: [usize; FACTORS.len()]| {
+            let configuration = Configuration { values };
+            let Case { spec, masks, batch, dlse, .. } = configuration.case();
+            let setting = configuration.setting(3);
+            let has_dlse = dlse.is_some();
+            format!("{spec:?} {masks:?} {batch:?} {has_dlse} {setting} {:?}", setting.layout)
+        };
+        for (factor, (name, count)) in FACTORS.into_iter().enumerate() {
+            let of = |value| {
+                let mut values = [1, 0, 1, 0, 0, 0, 0, 0];
+                values[factor] = value;
+                described(values)
+            };
+            assert_eq!((0..count).map(of).collect::<BTreeSet<_>>().len(), count, "{name}");
+        }
+    }
+}
