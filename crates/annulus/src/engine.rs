@@ -29,6 +29,7 @@ use crate::Division;
 /// [`crate::Plan`].
 pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn facts(&self) -> RankFacts<'_>;
+    fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
@@ -63,6 +64,10 @@ pub(crate) struct RankFacts<'a> {
     pub(crate) q_rows: &'a Runs,
     pub(crate) kv_rows: &'a Runs,
     pub(crate) numerics: &'a str,
+}
+
+/// Figures of a plan that are summed up on request, named as the methods of [`crate::Plan`].
+pub(crate) struct RankFigures {
     pub(crate) buffer_bytes: u64,
     pub(crate) workspace_bytes: u64,
     pub(crate) leaf_bytes: u64,
@@ -83,6 +88,11 @@ fn facts_of_ring<B: Backend>(ring: &Ring<B>) -> RankFacts<'_> {
         q_rows: ring.q_rows(),
         kv_rows: ring.kv_rows(),
         numerics: ring.numerics(),
+    }
+}
+
+fn figures_of_ring<B: Backend>(ring: &Ring<B>) -> RankFigures {
+    RankFigures {
         buffer_bytes: ring.buffer_bytes(),
         workspace_bytes: ring.workspace().bytes(),
         leaf_bytes: ring.leaf_bytes(),
@@ -104,7 +114,6 @@ fn facts_of_grid<B: Backend<Space: HostTensors>>(grid: &HeadsRing<B>) -> RankFac
         ring_index: grid.ring_index(),
         q_rows: grid.q_rows(),
         kv_rows: grid.kv_rows(),
-        buffer_bytes: grid.buffer_bytes(),
         ..facts_of_ring(grid.ring())
     }
 }
@@ -163,6 +172,10 @@ impl<B: Backend> fmt::Display for DeviceRing<B> {
 impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
     fn facts(&self) -> RankFacts<'_> {
         facts_of_ring(&self.ring)
+    }
+
+    fn figures(&self) -> RankFigures {
+        figures_of_ring(&self.ring)
     }
 
     fn schedule(&self) -> Schedule {
@@ -287,6 +300,16 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         match &self.form {
             Form::Ring(of) => facts_of_ring(of),
             Form::HeadsRing(of) => facts_of_grid(of),
+        }
+    }
+
+    fn figures(&self) -> RankFigures {
+        match &self.form {
+            Form::Ring(of) => figures_of_ring(of),
+            Form::HeadsRing(of) => {
+                let buffer_bytes = of.buffer_bytes();
+                RankFigures { buffer_bytes, ..figures_of_ring(of.ring()) }
+            }
         }
     }
 

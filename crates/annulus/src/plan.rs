@@ -614,7 +614,7 @@ impl<S: Space> Plan<S> {
     /// Returns the bytes of this rank's message buffers; with a strategy other than the ring also
     /// those of the tensors of its group and heads.
     pub fn buffer_bytes(&self) -> u64 {
-        self.engine.facts().buffer_bytes
+        self.engine.figures().buffer_bytes
     }
 
     /// Returns the visible (query, key) pairs that the ranks of this rank's ring compute, of the
@@ -627,19 +627,19 @@ impl<S: Space> Plan<S> {
     /// the host: accumulators, row statistics, scratch. The first pass of each kind may add to it,
     /// later passes do not.
     pub fn workspace_bytes(&self) -> u64 {
-        self.engine.facts().workspace_bytes
+        self.engine.figures().workspace_bytes
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged, as
     /// [`crate::comm::ring::Ring::leaf_bytes`]; 0 unless the order is reproducible.
     pub fn leaf_bytes(&self) -> u64 {
-        self.engine.facts().leaf_bytes
+        self.engine.figures().leaf_bytes
     }
 
     /// Returns the blocks that this rank computes on in a forward and a backward pass, as
     /// [`crate::comm::ring::Ring::blocks_computed`].
     pub fn blocks_computed(&self) -> [usize; 2] {
-        self.engine.facts().blocks_computed
+        self.engine.figures().blocks_computed
     }
 
     /// Derives the schedule of keys and values, as [`crate::comm::ring::Ring::schedule`]. With a
