@@ -35,7 +35,7 @@ use crate::{
 };
 use decode::TokenFigures;
 use figures::Figures;
-use picture::Rings;
+use picture::DrawnRing;
 use program::OneRank;
 use ring::PlannedRing;
 use strategies::Strategies;
@@ -85,9 +85,9 @@ pub(crate) struct PlanFlags {
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
     /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
-    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps of a
-    /// grid are those of its ring with the first heads and the first key column; the picture shows
-    /// the rings of all key columns. All strategies are compared; for more than 256 ranks only with
+    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
+    /// picture of a grid are those of its ring with the first heads and the first key column. All
+    /// strategies are compared; for more than 256 ranks only with
     /// auto, without those that cannot be the best, and a given one is listed alone
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
@@ -113,13 +113,12 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_parser = dtype(), default_value = "f32")]
     dtype: DType,
     /// Draw tile map, work of each rank and step timeline as SVG. FILE may be a pipe, a device or
-    /// /dev/stdout. For more than 128 ranks the map is a sample, and the timeline shows groups of
-    /// ranks; for more than 256 ranks there is no timeline
+    /// /dev/stdout. For more than 128 ranks the map is a sample, and there is no timeline
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces
-    /// the table. For more than 128 ranks the steps are sums over ranks; for more than 256 ranks
-    /// there are no steps, and only the ranks with the least and the most work and bytes
+    /// the table. For more than 128 ranks there are no steps; for more than 256 ranks only the
+    /// ranks with the least and the most work and bytes
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -229,18 +228,18 @@ impl PlanFlags {
         })?;
         let StrategyTraffic { grid, layout, .. } = strategies.planned();
         let of_member = grid.spec_of(spec, 0);
-        let route = strategies.routes[0];
+        let route = strategies.route;
         let layout = layout.of_member(grid, 0);
         let ring =
             PlannedRing::new(&of_member, layout, grid.groups(), route, batch, options.backward)?;
         let of_node = placement.as_ref().map(|_| self.ranks_of_node(machine));
         let of_node = of_node.or(route.node_ranks());
         let figures = Figures::new(self, spec, &strategies, &ring, of_node)?;
-        let picture = self.svg.as_ref().map(|_| {
-            let rings = Rings::new(spec, batch, &strategies, &ring, &figures)?;
-            Ok(picture::draw(spec, &rings, &figures))
-        });
-        Ok((figures, picture.transpose()?))
+        let picture = self
+            .svg
+            .as_ref()
+            .map(|_| picture::draw(spec, &DrawnRing::new(&ring, &figures, batch), &figures));
+        Ok((figures, picture))
     }
 
     /// Returns the ranks of a node.
