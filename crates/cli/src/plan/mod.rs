@@ -1,6 +1,5 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
-mod decode;
 mod figures;
 mod picture;
 mod program;
@@ -11,12 +10,9 @@ mod table;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_comm::kv_cache::KvCache;
 use annulus_core::{Backend, Batch, DType, Dims, Error, Placement, Result, Spec};
 use annulus_cpu::Cpu;
-use annulus_plan::{
-    CacheShards, Choice, Machine, RingTraffic, Strategy, StrategyTraffic, TrafficOptions,
-};
+use annulus_plan::{Choice, Machine, RingTraffic, Strategy, StrategyTraffic, TrafficOptions};
 use clap::Args;
 use serde::Serialize;
 
@@ -25,15 +21,13 @@ use crate::{
         mask::MaskFlags,
         names,
         values::{
-            self, LayoutName, ShapeFlags, count as from_one, dtype, page_rows, planned_ranks,
-            strategy, whole,
+            self, LayoutName, ShapeFlags, count as from_one, dtype, planned_ranks, strategy, whole,
         },
     },
     failure::Outcome,
     file,
     stdout::say,
 };
-use decode::TokenFigures;
 use figures::Figures;
 use picture::DrawnRing;
 use program::OneRank;
@@ -46,33 +40,22 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
   annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --machine machine.json --strategy auto
-  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced
-  annulus plan --decode --kv-len 1000000 --ranks 8 --kv-heads 2 --machine machine.json";
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
-    /// Queries. Default: the rows of --documents, 1 with --decode
-    #[arg(long, value_name = "N", value_parser = whole,
-        required_unless_present_any = ["documents", "decode"])]
+    /// Queries. Default: the rows of --documents
+    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
     q_len: Option<usize>,
-    /// Keys, or cached rows with --decode. Default: as many as queries
+    /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
     /// Ranks of the ring, 1 to 65536; more than 1024 only with --rank, for a ring without picture
     /// and predicted times
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
-    /// Plan a token of a KV cache of --kv-len rows, that of the token included: the keys and values
-    /// that a rank reads, the bytes that it sends and, with --machine, the time
-    #[arg(long, requires = "kv_len", conflicts_with_all = ["q_len", "documents", "rank", "layout",
-        "strategy", "reproducible", "forward_only", "svg"])]
-    decode: bool,
-    /// Rows of a page of the cache, 1 to 2^32. Default: 64
-    #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode",
-        conflicts_with_all = ["q_len", "documents"])]
-    page_rows: Option<usize>,
     /// Also show the program of this rank: its ring steps and the messages that it sends. For more
     /// than 1024 ranks only this program is shown
     #[arg(long, value_name = "R", value_parser = whole)]
@@ -125,9 +108,6 @@ pub(crate) struct PlanFlags {
     mask: MaskFlags,
 }
 
-/// Rows of a page of a KV cache by default.
-const PAGE_ROWS: u64 = KvCache::<Cpu>::PAGE_ROWS;
-
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let files = [("--svg", &flags.svg), ("--json", &flags.json), ("--machine", &flags.machine)];
@@ -141,10 +121,6 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     figures::check_rank(flags.rank, flags.ranks).map_err(named)?;
     let machine = flags.machine.as_deref().map(file::read_machine).transpose()?;
     let machine = machine.as_ref();
-    if flags.decode {
-        let figures = flags.token(&spec, machine).map_err(named)?;
-        return flags.write(&figures, None, || figures.print());
-    }
     let batch = values::packed(&flags.mask.documents);
     let balanced = flags.balanced(&spec, &batch).map_err(named)?;
     if flags.ranks > RingTraffic::MOST_RANKS {
@@ -159,7 +135,6 @@ impl PlanFlags {
     fn dims(&self) -> Outcome<Dims> {
         let q_len = match self.q_len {
             Some(len) => len,
-            None if self.decode => 1,
             None => values::rows_of_documents(&self.mask.documents)?,
         };
         Ok(self.shape.dims(q_len, self.kv_len))
@@ -178,14 +153,6 @@ impl PlanFlags {
     fn spec(&self, dims: Dims) -> Result<Spec> {
         let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
         attention.dtype(self.dtype).spec(dims)
-    }
-
-    /// Returns the figures of a token.
-    fn token(&self, spec: &Spec, machine: Option<&Machine>) -> Result<TokenFigures> {
-        let placement = self.placement(machine);
-        let page_rows = self.page_rows.map_or(PAGE_ROWS, |rows| rows as u64);
-        let shards = CacheShards { ranks: self.ranks, page_rows, placement: placement.as_ref() };
-        TokenFigures::new(spec, &shards, self.mask.describe(), machine)
     }
 
     /// Returns layout and route of the balanced layout, if that is requested.
