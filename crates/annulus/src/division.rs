@@ -142,7 +142,6 @@ impl Division {
     ///         head_dim: 8,
     ///         forward: 1e13,
     ///         backward: 1e13,
-    ///         token: None,
     ///     }],
     ///     memory: 1 << 30,
     /// };

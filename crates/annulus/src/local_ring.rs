@@ -14,10 +14,7 @@ use crate::{
     Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, Setup, Tensors,
     overlapped::{OverlapPlan, StartedPass},
     plan::{zero_gradients, zero_outputs},
-    rank_tensors::{
-        BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous,
-        counts_from, put_rows,
-    },
+    rank_tensors::{BackwardRankTensors, BackwardTensors, RankTensors, counts_from, put_rows},
 };
 
 /// A whole ring in this process, planned once and used for many passes.
@@ -27,8 +24,8 @@ use crate::{
 /// ends the whole: later calls return [`Error::Poisoned`].
 ///
 /// A rank reads the caller's tensors in place where its rows are one range of constant step
-/// ([`crate::Layout::Contiguous`], [`crate::Layout::Striped`]), and writes them in place where they
-/// are contiguous. Otherwise its rows are copied.
+/// ([`crate::Layout::Contiguous`], [`crate::Layout::Striped`]); otherwise its rows are copied.
+/// Results of several ranks are copied to the caller's tensors.
 #[derive(Debug)]
 pub struct LocalRing {
     dims: Dims,
@@ -182,10 +179,6 @@ impl LocalRing {
             let report = plan.forward_into(tensors, outputs)?;
             return Ok(self.keep_reports([report]));
         }
-        if let Some(blocks) = contiguous(self.ranks.iter().map(Plan::q_rows)) {
-            let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
-            return Ok(self.keep_reports(reports));
-        }
         // the tensors that were given, so that the ranks refuse those that do not fit together
         let zeros = |plan: &Plan| {
             let has_residual = outputs.out_residual.is_some();
@@ -318,16 +311,8 @@ impl LocalRing {
             dout: dout.view(),
             dlse: dlse.as_ref().map(|dlse| dlse.view()),
         };
-        let blocks = contiguous(self.ranks.iter().map(Plan::q_rows))
-            .zip(contiguous(self.ranks.iter().map(Plan::kv_rows)));
         // every rank has the whole of a gradient that is summed over ranks
         let bias_is_shared = tensors.bias.as_ref().is_some_and(|bias| bias.dim().2 == 1);
-        if let Some((q_blocks, kv_blocks)) = blocks {
-            let mut shared = self.shared_gradients(tensors, bias_is_shared)?;
-            let parts = gradients.reborrow().split(&q_blocks, &kv_blocks, &mut shared);
-            let reports = self.backward_parts(&whole, parts)?;
-            return Ok(self.keep_reports(reports));
-        }
         let zeros = |plan: &Plan| {
             let rank = RankTensors::of(tensors, plan.q_rows(), plan.kv_rows())?;
             zero_gradients(&rank.tensors())
@@ -380,26 +365,6 @@ impl LocalRing {
         })
     }
 
-    /// Allocates gradients that are summed over ranks, for all ranks but the first, which writes
-    /// those of the caller.
-    fn shared_gradients<T: Element>(
-        &self,
-        tensors: &Tensors<'_, T>,
-        bias_is_shared: bool,
-    ) -> Result<Vec<SharedGradients<T>>> {
-        let bias = tensors.bias.as_ref().filter(|_| bias_is_shared);
-        let one = |_| {
-            Ok(SharedGradients {
-                dbias: bias.map(|bias| memory::zeros("dbias", bias.dim())).transpose()?,
-                dsoftmax_aux: tensors
-                    .softmax_aux
-                    .map(|sinks| memory::zeros("dsoftmax_aux", sinks.dim()))
-                    .transpose()?,
-            })
-        };
-        (1..self.ranks.len()).map(one).collect()
-    }
-
     /// Computes the gradients as [`LocalRing::backward`] does, after computing out and lse again.
     ///
     /// It saves the memory of [`Forward`] between the passes.
@@ -420,46 +385,6 @@ impl LocalRing {
     ) -> Result<Backward<T>> {
         let forward = self.forward(tensors)?;
         self.backward(tensors, &forward, dout, dlse)
-    }
-
-    /// Starts [`LocalRing::forward`] on a thread of its own. For other forms of a pass:
-    /// [`LocalRing::start`].
-    ///
-    /// # Shapes
-    /// As [`LocalRing::forward`].
-    ///
-    /// # Ordering
-    /// As [`LocalRing::start`].
-    ///
-    /// # Errors
-    /// As [`LocalRing::start`]; [`StartedPass::wait`] returns those of the pass.
-    pub fn forward_start<'scope, T: Element>(
-        &'scope mut self,
-        scope: &'scope Scope<'scope, '_>,
-        tensors: Tensors<'scope, T>,
-    ) -> Result<StartedPass<'scope, Forward<T>>> {
-        self.start(scope, move |plan| plan.forward(&tensors))
-    }
-
-    /// Starts [`LocalRing::backward`] on a thread of its own.
-    ///
-    /// # Shapes
-    /// As [`LocalRing::backward`].
-    ///
-    /// # Ordering
-    /// As [`LocalRing::start`].
-    ///
-    /// # Errors
-    /// As [`LocalRing::forward_start`].
-    pub fn backward_start<'scope, T: Element>(
-        &'scope mut self,
-        scope: &'scope Scope<'scope, '_>,
-        tensors: Tensors<'scope, T>,
-        forward: &'scope Forward<T>,
-        dout: ArrayView4<'scope, T>,
-        dlse: Option<ArrayView3<'scope, T::Accumulator>>,
-    ) -> Result<StartedPass<'scope, Backward<T>>> {
-        self.start(scope, move |plan| plan.backward(&tensors, forward, dout, dlse))
     }
 
     /// Starts `pass` on a thread of its own, so that it overlaps with the program: a forward or a

@@ -50,7 +50,7 @@ pub trait OverlapPlan: Send {
 /// let mut work = 0;
 /// let forward = std::thread::scope(|scope| {
 ///     let tensors = Tensors::new(x.view(), x.view(), x.view());
-///     let pass = ring.forward_start(scope, tensors)?;
+///     let pass = ring.start(scope, move |ring| ring.forward(&tensors))?;
 ///     while !pass.test() {
 ///         work += 1; // of the program
 ///     }
@@ -66,8 +66,8 @@ pub trait OverlapPlan: Send {
 /// # let mut ring = LocalRing::new(Attention::new(), Dims::new(1, 64, 2, 16), 2).unwrap();
 /// # let tensors = Tensors::new(x.view(), x.view(), x.view());
 /// std::thread::scope(|scope| {
-///     let first = ring.forward_start(scope, tensors.clone()).unwrap();
-///     let second = ring.forward_start(scope, tensors).unwrap();
+///     let first = ring.start(scope, |ring| ring.forward(&tensors)).unwrap();
+///     let second = ring.start(scope, |ring| ring.forward(&tensors)).unwrap();
 /// });
 /// ```
 #[must_use = "dropping a pass cancels it"]

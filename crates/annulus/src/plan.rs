@@ -316,45 +316,6 @@ impl Plan {
         self.backward(tensors, &forward, dout, dlse)
     }
 
-    /// Starts [`Plan::forward`] on a thread of its own. For other forms of a pass: [`Plan::start`].
-    ///
-    /// # Shapes
-    /// As [`Plan::forward`].
-    ///
-    /// # Ordering
-    /// As [`Plan::start`].
-    ///
-    /// # Errors
-    /// As [`Plan::start`]; [`StartedPass::wait`] returns those of the pass.
-    pub fn forward_start<'scope, T: Element>(
-        &'scope mut self,
-        scope: &'scope Scope<'scope, '_>,
-        tensors: Tensors<'scope, T>,
-    ) -> Result<StartedPass<'scope, Forward<T>>> {
-        self.start(scope, move |plan| plan.forward(&tensors))
-    }
-
-    /// Starts [`Plan::backward`] on a thread of its own.
-    ///
-    /// # Shapes
-    /// As [`Plan::backward`].
-    ///
-    /// # Ordering
-    /// As [`Plan::start`].
-    ///
-    /// # Errors
-    /// As [`Plan::forward_start`].
-    pub fn backward_start<'scope, T: Element>(
-        &'scope mut self,
-        scope: &'scope Scope<'scope, '_>,
-        tensors: Tensors<'scope, T>,
-        forward: &'scope Forward<T>,
-        dout: ArrayView4<'scope, T>,
-        dlse: Option<ArrayView3<'scope, T::Accumulator>>,
-    ) -> Result<StartedPass<'scope, Backward<T>>> {
-        self.start(scope, move |plan| plan.backward(&tensors, forward, dout, dlse))
-    }
-
     /// Returns zeros for this rank's rows of every output of a forward pass.
     fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
         zero_outputs(self.spec(), index(self.q_rows().len()), self.has_out_residual())

@@ -1,15 +1,13 @@
 //! The rows of one rank as parts of whole tensors: borrowed in place if the layout permits, else
 //! copied.
 
-use std::ops::Range;
-
 use annulus_core::{Element, Result, Runs, index, memory};
 use ndarray::{
-    Array2, Array4, ArrayView, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut, Axis, CowArray,
-    Dimension, Ix3, Ix4, RemoveAxis, Slice,
+    ArrayView, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut, Axis, CowArray, Dimension, Ix3,
+    Ix4, RemoveAxis, Slice,
 };
 
-use crate::{BackwardViewMut, ForwardView, ForwardViewMut, Tensors};
+use crate::{ForwardView, Tensors};
 
 /// One rank's rows of the inputs of a forward pass: views, or copies if the rows are several runs.
 pub(crate) struct RankTensors<'a, T: Element> {
@@ -104,90 +102,6 @@ impl<'a, T: Element> BackwardRankTensors<'a, T> {
     }
 }
 
-/// A rank's own copy of gradients that are summed over ranks.
-pub(crate) struct SharedGradients<T: Element> {
-    pub(crate) dbias: Option<Array4<T::Accumulator>>,
-    pub(crate) dsoftmax_aux: Option<Array2<T::Accumulator>>,
-}
-
-impl<'a, T: Element> ForwardViewMut<'a, T> {
-    /// Splits the outputs into the rows of each rank.
-    pub(crate) fn split(self, blocks: &[Range<usize>]) -> Vec<Self> {
-        let Self { out, lse, max, sum, ties, out_residual } = self;
-        let mut max = max.map(|max| split_rows(max, Axis(2), blocks).into_iter());
-        let mut sum = sum.map(|sum| split_rows(sum, Axis(2), blocks).into_iter());
-        let mut ties = ties.map(|ties| split_rows(ties, Axis(2), blocks).into_iter());
-        let mut out_residual =
-            out_residual.map(|residual| split_rows(residual, Axis(1), blocks).into_iter());
-        let parts = split_rows(out, Axis(1), blocks).into_iter();
-        parts
-            .zip(split_rows(lse, Axis(2), blocks))
-            .map(|(out, lse)| Self {
-                out,
-                lse,
-                max: max.as_mut().and_then(Iterator::next),
-                sum: sum.as_mut().and_then(Iterator::next),
-                ties: ties.as_mut().and_then(Iterator::next),
-                out_residual: out_residual.as_mut().and_then(Iterator::next),
-            })
-            .collect()
-    }
-}
-
-impl<'a, T: Element> BackwardViewMut<'a, T> {
-    /// Splits the gradients into the rows of each rank. Gradients that are summed over ranks go to
-    /// the first rank, and to `shared` of the others.
-    pub(crate) fn split(
-        self,
-        q_blocks: &[Range<usize>],
-        kv_blocks: &[Range<usize>],
-        shared: &'a mut [SharedGradients<T>],
-    ) -> Vec<Self> {
-        let Self { dq, dk, dv, mut dbias, mut dsoftmax_aux } = self;
-        let bias_is_shared = dbias.as_ref().is_some_and(|dbias| dbias.dim().2 == 1);
-        let mut dbias_rows = dbias
-            .take_if(|_| !bias_is_shared)
-            .map(|dbias| split_rows(dbias, Axis(2), q_blocks).into_iter());
-        let mut shared = shared.iter_mut();
-        let dkv =
-            split_rows(dk, Axis(1), kv_blocks).into_iter().zip(split_rows(dv, Axis(1), kv_blocks));
-        split_rows(dq, Axis(1), q_blocks)
-            .into_iter()
-            .zip(dkv)
-            .enumerate()
-            .map(|(rank, (dq, (dk, dv)))| {
-                let of_others = if rank == 0 { None } else { shared.next() };
-                let (own_dbias, own_dsinks) = match of_others {
-                    Some(own) => (
-                        own.dbias.as_mut().map(|dbias| dbias.view_mut()),
-                        own.dsoftmax_aux.as_mut().map(|dsinks| dsinks.view_mut()),
-                    ),
-                    None => (dbias.take(), dsoftmax_aux.take()),
-                };
-                let rows = dbias_rows.as_mut().and_then(Iterator::next);
-                Self { dq, dk, dv, dbias: rows.or(own_dbias), dsoftmax_aux: own_dsinks }
-            })
-            .collect()
-    }
-}
-
-/// Returns the rows of each rank if every rank's are contiguous and in the order of ranks.
-pub(crate) fn contiguous<'a>(
-    rows_of_ranks: impl Iterator<Item = &'a Runs>,
-) -> Option<Vec<Range<usize>>> {
-    let mut next = 0;
-    let mut blocks = Vec::new();
-    for rows in rows_of_ranks {
-        if !counts_from(next, rows) {
-            return None;
-        }
-        let first = next;
-        next += rows.len().cast_signed();
-        blocks.push(index(first.cast_unsigned())..index(next.cast_unsigned()));
-    }
-    Some(blocks)
-}
-
 /// Returns true if the rows are `first`, `first` + 1, …
 pub(crate) fn counts_from(first: i64, rows: &Runs) -> bool {
     match rows.runs() {
@@ -195,22 +109,6 @@ pub(crate) fn counts_from(first: i64, rows: &Runs) -> bool {
         [run] => run.start == first && (run.step == 1 || run.count == 1),
         _ => false,
     }
-}
-
-/// Splits a tensor into adjacent blocks of rows.
-fn split_rows<'a, T, D: Dimension>(
-    whole: ArrayViewMut<'a, T, D>,
-    axis: Axis,
-    blocks: &[Range<usize>],
-) -> Vec<ArrayViewMut<'a, T, D>> {
-    let mut parts = Vec::with_capacity(blocks.len());
-    let mut rest = whole;
-    for block in blocks {
-        let (part, after) = rest.split_at(axis, block.len());
-        parts.push(part);
-        rest = after;
-    }
-    parts
 }
 
 /// Returns the slices that the global rows `rows` consist of: for each the local index of its first

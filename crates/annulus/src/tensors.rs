@@ -225,16 +225,3 @@ impl<T: Element> Backward<T> {
         }
     }
 }
-
-impl<T: Element> BackwardViewMut<'_, T> {
-    /// Borrows the same tensors for a shorter time.
-    pub fn reborrow(&mut self) -> BackwardViewMut<'_, T> {
-        BackwardViewMut {
-            dq: self.dq.view_mut(),
-            dk: self.dk.view_mut(),
-            dv: self.dv.view_mut(),
-            dbias: self.dbias.as_mut().map(|dbias| dbias.view_mut()),
-            dsoftmax_aux: self.dsoftmax_aux.as_mut().map(|dsinks| dsinks.view_mut()),
-        }
-    }
-}

@@ -28,7 +28,6 @@ fn machine(inside: Link, between: Link, flops: f64) -> Machine {
             head_dim: 64,
             forward: flops,
             backward: flops,
-            token: None,
         }],
         memory: 1 << 40,
     }

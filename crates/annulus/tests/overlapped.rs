@@ -62,9 +62,11 @@ fn passes_of_one_rank_each_have_the_bits_of_calls() {
         Ok(bits(forward, gradients))
     };
     let start = |plan: &mut Plan, x: &Array4<f32>| {
-        let forward = thread::scope(|scope| plan.forward_start(scope, tensors(x))?.wait())?;
+        let forward =
+            thread::scope(|scope| plan.start(scope, |plan| plan.forward(&tensors(x)))?.wait())?;
         let gradients = thread::scope(|scope| {
-            let pass = plan.backward_start(scope, tensors(x), &forward, x.view(), None)?;
+            let pass =
+                plan.start(scope, |plan| plan.backward(&tensors(x), &forward, x.view(), None))?;
             while !pass.test() {
                 thread::yield_now();
             }
@@ -108,7 +110,7 @@ fn passes_of_a_ring_have_the_bits_of_calls_and_overlap_with_the_program() {
         pass.wait().unwrap()
     });
     let again = thread::scope(|scope| {
-        let pass = local.backward_start(scope, tensors(&x), &started, x.view(), None);
+        let pass = local.start(scope, |ring| ring.backward(&tensors(&x), &started, x.view(), None));
         pass.unwrap().wait().unwrap()
     });
     assert!(bits(forward, gradients) == bits(started, again));
@@ -170,7 +172,9 @@ fn a_panic_is_the_error_of_the_pass() {
         Runtime::new().on_step(|_| panic!("of the program")),
     ));
     let mut local = LocalRing::new(&attention, dims(), 2).unwrap();
-    let pass = thread::scope(|scope| local.forward_start(scope, tensors(&x)).unwrap().wait());
+    let pass = thread::scope(|scope| {
+        local.start(scope, |ring| ring.forward(&tensors(&x))).unwrap().wait()
+    });
     want(pass.unwrap_err());
 }
 
@@ -193,7 +197,7 @@ fn dropping_a_pass_ends_it_although_another_rank_never_makes_the_call() {
     let error = abandoned(|mut plan| {
         let x = rank_input(&plan);
         thread::scope(|scope| {
-            let pass = plan.forward_start(scope, tensors(&x)).unwrap();
+            let pass = plan.start(scope, |plan| plan.forward(&tensors(&x))).unwrap();
             thread::sleep(Duration::from_millis(100));
             assert!(!pass.test());
         });
@@ -244,7 +248,7 @@ fn dropping_a_pass_that_has_ended_leaves_the_plan_usable() {
     let x = input(LEN);
     let mut local = LocalRing::new(Attention::new(), dims(), 2).unwrap();
     thread::scope(|scope| {
-        let pass = local.forward_start(scope, tensors(&x)).unwrap();
+        let pass = local.start(scope, |ring| ring.forward(&tensors(&x))).unwrap();
         while !pass.test() {
             thread::yield_now();
         }
@@ -295,7 +299,9 @@ fn a_transport_of_one_thread_refuses_a_pass_on_another_and_the_call_takes_its_pl
             let transport = Funneled { inner, thread: thread::current().id(), foreign };
             let mut plan = Plan::new(&attention, dims(), transport)?;
             let x = rank_input(&plan);
-            let refused = thread::scope(|scope| plan.forward_start(scope, tensors(&x)).map(drop));
+            let refused = thread::scope(|scope| {
+                plan.start(scope, |plan| plan.forward(&tensors(&x))).map(drop)
+            });
             let forward = plan.forward(&tensors(&x))?;
             let mut plan = Overlapped::<Plan, Forward<f32>>::new(plan);
             let owned = plan.start(|_| Err(Error::internal("a pass on another thread")));
@@ -318,7 +324,7 @@ fn a_started_pass_borrows_views() {
     let view: ArrayView4<'_, f32> = x.view();
     let mut local = LocalRing::new(Attention::new(), dims(), 2).unwrap();
     let sum = thread::scope(|scope| {
-        let pass = local.forward_start(scope, Tensors::new(view, view, view))?;
+        let pass = local.start(scope, move |ring| ring.forward(&Tensors::new(view, view, view)))?;
         let forward = pass.wait()?;
         Ok::<_, Error>(forward.out.sum())
     });

@@ -7,7 +7,7 @@
 use std::{fs, path::Path};
 
 use annulus_core::{DType, Error, Result};
-use annulus_plan::{ComputeRate, Link, Machine, TokenRate};
+use annulus_plan::{ComputeRate, Link, Machine};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
@@ -47,16 +47,6 @@ struct RateFields {
     head_dim: usize,
     forward: f64,
     backward: f64,
-    /// Files of earlier versions lack it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    token: Option<TokenFields>,
-}
-
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct TokenFields {
-    bandwidth: f64,
-    further_heads: f64,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
@@ -189,7 +179,7 @@ fn visible(text: &str) -> String {
 impl From<MachineFields> for Machine {
     fn from(fields: MachineFields) -> Self {
         let link = |LinkFields { latency, bandwidth }| Link { latency, bandwidth };
-        let rate = |RateFields { dtype, head_dim, forward, backward, token }| ComputeRate {
+        let rate = |RateFields { dtype, head_dim, forward, backward }| ComputeRate {
             dtype: match dtype {
                 DTypeName::F64 => DType::F64,
                 DTypeName::F32 => DType::F32,
@@ -199,7 +189,6 @@ impl From<MachineFields> for Machine {
             head_dim,
             forward,
             backward,
-            token: token.map(TokenRate::from),
         };
         Self {
             ranks_per_node: fields.ranks_per_node,
@@ -209,18 +198,6 @@ impl From<MachineFields> for Machine {
             rates: fields.rates.into_iter().map(rate).collect(),
             memory: fields.memory,
         }
-    }
-}
-
-impl From<TokenFields> for TokenRate {
-    fn from(TokenFields { bandwidth, further_heads }: TokenFields) -> Self {
-        Self { bandwidth, further_heads }
-    }
-}
-
-impl From<TokenRate> for TokenFields {
-    fn from(TokenRate { bandwidth, further_heads }: TokenRate) -> Self {
-        Self { bandwidth, further_heads }
     }
 }
 
@@ -237,7 +214,6 @@ impl From<&Machine> for MachineFields {
             head_dim: rate.head_dim,
             forward: rate.forward,
             backward: rate.backward,
-            token: rate.token.map(TokenFields::from),
         };
         Self {
             version: VERSION,
@@ -270,22 +246,14 @@ mod tests {
     #[test]
     fn a_machine_is_read_back() {
         let link = Link { latency: 1.5e-6, bandwidth: 1.25e10 };
-        let rate = ComputeRate {
-            dtype: DType::Bf16,
-            head_dim: 128,
-            forward: 1.5e14,
-            backward: 1e14,
-            token: Some(TokenRate { bandwidth: 2e10, further_heads: 3e11 }),
-        };
+        let rate =
+            ComputeRate { dtype: DType::Bf16, head_dim: 128, forward: 1.5e14, backward: 1e14 };
         let one_node = Machine {
             ranks_per_node: 2,
             inside_node: Some(link),
             between_nodes: None,
             node_bandwidth: None,
-            rates: vec![
-                rate,
-                ComputeRate { dtype: DType::F16, forward: 1e14, token: None, ..rate },
-            ],
+            rates: vec![rate, ComputeRate { dtype: DType::F16, forward: 1e14, ..rate }],
             memory: 64 << 30,
         };
         let nodes = Machine {
@@ -306,6 +274,10 @@ mod tests {
                 "{refused}"
             );
         }
+        let token = "\"dtype\": \"bf16\", \"token\": { \"bandwidth\": 1e11 },";
+        let text = format(&one_node).replace("\"dtype\": \"bf16\",", token);
+        let refused = parse(&text, "machine").unwrap_err().to_string();
+        assert!(refused.contains("rates[0].token: unknown field"), "{refused}");
         let memory = |written: &str| {
             let written = format!("\"memory\": {written}");
             parse(&format(&nodes).replace("\"memory\": 68719476736", &written), "machine")

@@ -22,9 +22,7 @@ mod strategy;
 
 pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS};
-pub use machine::{
-    CacheShards, ComputeRate, Link, Machine, Prediction, TokenPrediction, TokenRate, TokenTraffic,
-};
+pub use machine::{ComputeRate, Link, Machine, Prediction};
 pub use needs::{Needs, NeedsIndex};
 pub use ring_shards::RingShards;
 pub use schedule::{

@@ -11,7 +11,7 @@ use std::{
 
 use annulus_comm::Descriptor;
 use annulus_core::{DType, Error, Fingerprint};
-use annulus_plan::{Link, Machine, TokenRate};
+use annulus_plan::{Link, Machine};
 use clap::Args;
 use half::{bf16, f16};
 
@@ -29,9 +29,8 @@ use links::Links;
 const EXAMPLES: &str = "\
 The file has the version of its format, ranks_per_node, the links inside_node and between_nodes
 (latency in s, bandwidth in bytes/s that one rank sends while it receives as many), node_bandwidth
-in bytes/s of all ranks of a node, rates in FLOP/s of one rank and, for a token of a KV cache, also
-in bytes/s of cached keys and values, and memory in bytes of one rank. A link that the ranks do not
-have is null. docs/machine.md describes how each figure is measured.
+in bytes/s of all ranks of a node, rates in FLOP/s of one rank, and memory in bytes of one
+rank. A link that the ranks do not have is null. docs/machine.md describes how each figure is measured.
 
 Examples:
   annulus measure --out machine.json
@@ -144,11 +143,6 @@ fn print(machine: &Machine) {
         let name = format!("{} dim {}", rate.dtype, rate.head_dim);
         let [forward, backward] = [rate.forward / 1e9, rate.backward / 1e9];
         say!("{name:<14} {forward:.1} GFLOP/s forward, {backward:.1} backward");
-        if let Some(TokenRate { bandwidth, further_heads }) = rate.token {
-            let [bandwidth, further] = [bandwidth / 1e9, further_heads / 1e9];
-            let of_further = format!("{further:.1} GFLOP/s of further query heads");
-            say!("  token        {bandwidth:.2} GB/s of a KV cache, {of_further}");
-        }
     }
     let ranks = if *ranks_per_node == 1 { "rank" } else { "ranks" };
     let memory = report::bytes(machine.memory);

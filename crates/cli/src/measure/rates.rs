@@ -1,15 +1,14 @@
-//! Compute rates: passes of one rank and tokens of its KV cache without messages, while all ranks
-//! compute.
+//! Compute rates: passes of one rank without messages, while all ranks compute.
 
 use std::{
     array::from_fn,
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, CacheShape, Plan, Runtime, Tensors};
+use annulus::{Attention, Plan, Tensors};
 use annulus_comm::threads::ring;
 use annulus_core::{Dims, Element, Error, Result};
-use annulus_plan::{ComputeRate, TokenRate};
+use annulus_plan::ComputeRate;
 use ndarray::Array4;
 
 use super::median;
@@ -34,16 +33,8 @@ const LEAST_ROUNDS: usize = 3;
 /// places on them within some 100 ms: most shorter rounds can have a core alone, and few wait for
 /// all the others.
 const BATCH: f64 = 0.25;
-/// Bytes of cached keys and values that are appended at once, and their number: 64 MiB, which no
-/// processor cache of a rank holds.
-const CHUNK_BYTES: usize = 4 << 20;
-const CHUNKS: usize = 16;
-/// Query heads of a KV head with which the rate of further heads is measured: as many as models
-/// have.
-const GROUP: usize = 8;
 
-/// Measures the rates of an element type at a head dim: full attention, all heads alike, and a
-/// token of a KV cache.
+/// Measures the rates of an element type at a head dim: full attention, all heads alike.
 ///
 /// # Ordering
 /// Collective over the processes.
@@ -61,54 +52,7 @@ pub(super) fn measure<T: Element>(
         })
     })?;
     let [forward, backward] = mean_of_ranks(job, &own)?;
-    let token = Some(token::<T>(job, backend, threads, head_dim)?);
-    Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward, token })
-}
-
-/// Measures a token of a KV cache of one rank that no processor cache holds, while all ranks read
-/// theirs: with one query head of each KV head, and with [`GROUP`].
-///
-/// # Ordering
-/// Collective over the processes.
-fn token<T: Element>(
-    job: &mut Job,
-    backend: &BackendChoice,
-    threads: usize,
-    head_dim: usize,
-) -> Outcome<TokenRate> {
-    let own_ranks = job.ranks() / job.processes();
-    let row_bytes = 2 * HEADS * head_dim * size_of::<T>();
-    let rows = (CHUNK_BYTES / row_bytes).max(1);
-    let own = job.run_local_phase(0..own_ranks, |_, _| {
-        let chunk = tensor::<T>(rows, HEADS, head_dim);
-        let cache = |heads: usize| {
-            let alone = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
-            let endpoint = RankEndpoint::Thread(Box::new(alone));
-            let shape = CacheShape::new(1, heads, head_dim).kv_heads(HEADS);
-            let attention = Attention::new().dtype(T::DTYPE);
-            let mut cache = backend.cache(threads, endpoint, &attention, &Runtime::new(), shape)?;
-            for _ in 0..CHUNKS {
-                cache.append(chunk.view(), chunk.view())?;
-            }
-            Ok((cache, tensor::<T>(1, heads, head_dim)))
-        };
-        let mut caches = [cache(HEADS)?, cache(HEADS * GROUP)?];
-        // each cache in turn, so that neither is in a processor cache
-        let mut round = || {
-            let mut times = [Duration::ZERO; 2];
-            for ((cache, token), time) in caches.iter_mut().zip(&mut times) {
-                let start = Instant::now();
-                cache.attend(token.view(), None)?;
-                *time = start.elapsed();
-            }
-            Ok(times)
-        };
-        round()?;
-        // as rates, whose mean over the ranks is taken
-        Ok(seconds_of(round)?.map(|seconds| 1.0 / seconds))
-    })?;
-    let seconds = mean_of_ranks(job, &own)?.map(|rate| 1.0 / rate);
-    Ok(token_rate(CHUNKS * rows, head_dim, row_bytes, seconds))
+    Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward })
 }
 
 /// Returns the means over all ranks of the figures of the ranks of this process. Of ranks that
@@ -117,20 +61,18 @@ fn token<T: Element>(
 ///
 /// # Ordering
 /// Collective over the processes, which have as many ranks each.
-fn mean_of_ranks<const N: usize>(job: &mut Job, own: &[[f64; N]]) -> Outcome<[f64; N]> {
+fn mean_of_ranks(job: &mut Job, own: &[[f64; 2]]) -> Outcome<[f64; 2]> {
     fn mean(numbers: impl ExactSizeIterator<Item = f64>) -> f64 {
         let count = numbers.len().max(1) as f64;
         numbers.sum::<f64>() / count
     }
-    let own: [f64; N] = from_fn(|figure| mean(own.iter().map(|of_rank| of_rank[figure])));
-    let all = job.all_gather_values(&own.to_vec())?;
+    let own: [f64; 2] = from_fn(|figure| mean(own.iter().map(|of_rank| of_rank[figure])));
+    let all = job.all_gather_values(&own)?;
     Ok(from_fn(|figure| mean(all.iter().map(|of_process| of_process[figure]))))
 }
 
 /// Returns the seconds of each part of a round, of rounds one after another for [`BUDGET`].
-fn seconds_of<const N: usize>(
-    mut round: impl FnMut() -> Result<[Duration; N]>,
-) -> Result<[f64; N]> {
+fn seconds_of(mut round: impl FnMut() -> Result<[Duration; 2]>) -> Result<[f64; 2]> {
     let begin = Instant::now();
     let mut rounds = Vec::new();
     while rounds.len() < LEAST_ROUNDS || begin.elapsed() < BUDGET {
@@ -142,8 +84,8 @@ fn seconds_of<const N: usize>(
 /// Returns for each part of the rounds the median over batches of its mean seconds. A batch has
 /// consecutive rounds of at least [`BATCH`]; rounds left over at the end count only if there is no
 /// batch.
-fn median_of_batches<const N: usize>(rounds: &[[f64; N]]) -> [f64; N] {
-    let mean = |batch: &[[f64; N]]| -> [f64; N] {
+fn median_of_batches(rounds: &[[f64; 2]]) -> [f64; 2] {
+    let mean = |batch: &[[f64; 2]]| -> [f64; 2] {
         from_fn(|part| batch.iter().map(|times| times[part]).sum::<f64>() / batch.len() as f64)
     };
     let mut batches = Vec::new();
@@ -159,16 +101,6 @@ fn median_of_batches<const N: usize>(rounds: &[[f64; N]]) -> [f64; N] {
         batches.push(mean(rounds));
     }
     from_fn(|part| median(batches.iter().map(|means| means[part]).collect()))
-}
-
-/// Returns the rates of a token over `rows` rows of `row_bytes` bytes that takes these seconds with
-/// one query head of each KV head, and with [`GROUP`].
-fn token_rate(rows: usize, head_dim: usize, row_bytes: usize, seconds: [f64; 2]) -> TokenRate {
-    let [one, all] = seconds;
-    let flops = 4.0 * (rows * HEADS * (GROUP - 1) * head_dim) as f64;
-    // further heads that take no measurable time
-    let further = (all - one).max(one / 100.0);
-    TokenRate { bandwidth: (rows * row_bytes) as f64 / one, further_heads: flops / further }
 }
 
 /// Returns the FLOP/s of a forward and of a backward pass.
@@ -235,17 +167,8 @@ mod tests {
         stalled[60] = [0.5, 0.9];
         assert_eq!(median_of_batches(&stalled), exact);
         // fewer rounds than fill a batch
-        assert_eq!(median_of_batches(&[[0.125], [0.0625]]), [0.09375]);
+        assert_eq!(median_of_batches(&[[0.0625, 0.125], [0.0625; 2]]), [0.0625, 0.09375]);
         // rounds left over do not count
-        assert_eq!(median_of_batches(&[[0.25], [0.25], [0.25], [0.0]]), [0.25]);
-    }
-
-    #[test]
-    fn further_heads_take_the_rest_of_the_time() {
-        // 10 rows of 4 KV heads of dim 2: 7 further heads have 4 · 2 FLOPs for each
-        let rate = token_rate(10, 2, 64, [0.5, 0.75]);
-        assert_eq!(rate, TokenRate { bandwidth: 1280.0, further_heads: 2240.0 / 0.25 });
-        // no time that could be measured
-        assert_eq!(token_rate(10, 2, 64, [0.5, 0.4]).further_heads, 2240.0 / 0.005);
+        assert_eq!(median_of_batches(&[[0.25; 2], [0.25; 2], [0.25; 2], [0.0; 2]]), [0.25; 2]);
     }
 }

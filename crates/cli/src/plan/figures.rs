@@ -10,8 +10,7 @@ use super::{
     PlanFlags,
     program::{LeafFigures, Program},
     ring::{
-        BetweenNodes, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, PlannedRing, StepFigures, StepSums,
-        busy_steps,
+        BetweenNodes, MOST_DETAILED_RANKS, MOST_LISTED_RANKS, PlannedRing, StepFigures, busy_steps,
     },
     strategies::{PassBytes, Strategies, StrategyFigures},
 };
@@ -29,7 +28,7 @@ pub(super) struct Figures {
     /// Name of the strategy: the published one, if there is one.
     pub(super) strategy: String,
     /// Every strategy that ranks and heads admit, the ring first; for more than
-    /// [`MOST_STEPPED_RANKS`] ranks only the one that was given.
+    /// [`MOST_LISTED_RANKS`] ranks only the one that was given.
     pub(super) strategies: Vec<StrategyFigures>,
     /// Number of ranks of a ring: of `steps`, `hops` and `direction`.
     pub(super) ring_ranks: usize,
@@ -39,7 +38,7 @@ pub(super) struct Figures {
     /// user), or `rails-up` and `rails-down` (over the ranks of nodes).
     direction: &'static str,
     /// Blocks of a forward pass that are sent to other nodes, for several nodes and at most
-    /// [`MOST_STEPPED_RANKS`] ranks.
+    /// [`MOST_LISTED_RANKS`] ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) between_nodes: Option<BetweenNodes>,
     /// Number of steps in which any rank sends a block.
@@ -81,17 +80,16 @@ pub(super) struct Figures {
     /// a grid.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) passes: Option<Vec<PassBytes>>,
-    /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
+    /// Figures of each rank; for more than [`MOST_LISTED_RANKS`] ranks only of the first with the
     /// least and with the most of each figure, and of the rank of `program`.
     pub(super) per_rank: Vec<RankFigures>,
     /// Program of the requested rank.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) program: Option<Program>,
-    /// Figures of at most [`MOST_STEPPED_RANKS`] ranks at equal distances, to be drawn.
+    /// Figures of at most [`MOST_LISTED_RANKS`] ranks at equal distances, to be drawn.
     #[serde(skip)]
     pub(super) drawn_ranks: Vec<RankFigures>,
-    /// Steps, for at most [`MOST_STEPPED_RANKS`] ranks; a document of more than
-    /// [`MOST_DETAILED_RANKS`] has [`StepSums`] instead.
+    /// Steps of the ring, if it has at most [`MOST_DETAILED_RANKS`] ranks.
     #[serde(skip)]
     pub(super) steps: Vec<StepFigures>,
     /// The route of `direction`.
@@ -135,20 +133,10 @@ pub(super) struct RankFigures {
 struct Document<'a> {
     #[serde(flatten)]
     figures: &'a Figures,
-    /// Note that the steps are sums, or that there are none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    note: Option<String>,
-    steps: Steps<'a>,
-}
-
-/// Steps of a document.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-enum Steps<'a> {
-    /// Every rank of every step.
-    Detailed(&'a [StepFigures]),
-    /// Sums, for more than [`MOST_DETAILED_RANKS`] ranks.
-    Summed(Vec<StepSums>),
+    /// Notes of what is not in the document.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
+    steps: &'a [StepFigures],
 }
 
 impl Figures {
@@ -202,8 +190,8 @@ impl Figures {
             forward,
             backward: has_backward.then_some(backward),
             passes: is_grid.then(|| PassBytes::of(traffic, spec, has_backward)),
-            drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
-            per_rank: if ranks <= MOST_STEPPED_RANKS { all } else { extremes(&all, *rank) },
+            drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_LISTED_RANKS)).cloned().collect(),
+            per_rank: if ranks <= MOST_LISTED_RANKS { all } else { extremes(&all, *rank) },
             program: rank.map(|rank| Program::new(ring, grid.group(rank))),
             steps: schedule.map_or_else(Vec::new, |schedule| ring.steps(&schedule)),
             route: ring.route,
@@ -220,21 +208,19 @@ impl Figures {
 
     /// Returns the JSON document.
     pub(super) fn document(&self) -> impl Serialize {
-        let detailed = self.ranks <= MOST_DETAILED_RANKS;
-        let note = if self.ranks <= MOST_STEPPED_RANKS {
-            format!("steps are summed over ranks: more than {MOST_DETAILED_RANKS} ranks")
-        } else {
+        let no_steps = (self.ring_ranks > MOST_DETAILED_RANKS).then(|| {
             format!(
-                "no steps, and only the ranks with the least and the most of each figure: more \
-                 than {MOST_STEPPED_RANKS} ranks. --rank adds the program of one rank"
+                "no steps: more than {MOST_DETAILED_RANKS} ranks; --rank adds the program of one"
             )
-        };
-        let steps = if detailed {
-            Steps::Detailed(&self.steps)
-        } else {
-            Steps::Summed(self.steps.iter().map(StepSums::of).collect())
-        };
-        Document { figures: self, note: (!detailed).then_some(note), steps }
+        });
+        let extremes = (self.ranks > MOST_LISTED_RANKS).then(|| {
+            format!(
+                "only the ranks with the least and the most of each figure: more than \
+                 {MOST_LISTED_RANKS} ranks"
+            )
+        });
+        let notes: Vec<String> = no_steps.into_iter().chain(extremes).collect();
+        Document { figures: self, notes, steps: &self.steps }
     }
 }
 

@@ -1,6 +1,5 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
-mod decode;
 mod figures;
 mod picture;
 mod program;
@@ -11,12 +10,9 @@ mod table;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_comm::kv_cache::KvCache;
 use annulus_core::{Backend, Batch, DType, Dims, Error, Placement, Result, Spec};
 use annulus_cpu::Cpu;
-use annulus_plan::{
-    CacheShards, Choice, Machine, RingTraffic, Strategy, StrategyTraffic, TrafficOptions,
-};
+use annulus_plan::{Choice, Machine, RingTraffic, Strategy, StrategyTraffic, TrafficOptions};
 use clap::Args;
 use serde::Serialize;
 
@@ -25,17 +21,15 @@ use crate::{
         mask::MaskFlags,
         names,
         values::{
-            self, LayoutName, ShapeFlags, count as from_one, dtype, page_rows, planned_ranks,
-            strategy, whole,
+            self, LayoutName, ShapeFlags, count as from_one, dtype, planned_ranks, strategy, whole,
         },
     },
     failure::Outcome,
     file,
     stdout::say,
 };
-use decode::TokenFigures;
 use figures::Figures;
-use picture::Rings;
+use picture::DrawnRing;
 use program::OneRank;
 use ring::PlannedRing;
 use strategies::Strategies;
@@ -46,33 +40,22 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
   annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --machine machine.json --strategy auto
-  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced
-  annulus plan --decode --kv-len 1000000 --ranks 8 --kv-heads 2 --machine machine.json";
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
-    /// Queries. Default: the rows of --documents, 1 with --decode
-    #[arg(long, value_name = "N", value_parser = whole,
-        required_unless_present_any = ["documents", "decode"])]
+    /// Queries. Default: the rows of --documents
+    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
     q_len: Option<usize>,
-    /// Keys, or cached rows with --decode. Default: as many as queries
+    /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
     /// Ranks of the ring, 1 to 65536; more than 1024 only with --rank, for a ring without picture
     /// and predicted times
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
-    /// Plan a token of a KV cache of --kv-len rows, that of the token included: the keys and values
-    /// that a rank reads, the bytes that it sends and, with --machine, the time
-    #[arg(long, requires = "kv_len", conflicts_with_all = ["q_len", "documents", "rank", "layout",
-        "strategy", "reproducible", "forward_only", "svg"])]
-    decode: bool,
-    /// Rows of a page of the cache, 1 to 2^32. Default: 64
-    #[arg(long, value_name = "ROWS", value_parser = page_rows, requires = "decode",
-        conflicts_with_all = ["q_len", "documents"])]
-    page_rows: Option<usize>,
     /// Also show the program of this rank: its ring steps and the messages that it sends. For more
     /// than 1024 ranks only this program is shown
     #[arg(long, value_name = "R", value_parser = whole)]
@@ -85,9 +68,9 @@ pub(crate) struct PlanFlags {
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
     /// results are merged; grid:HxQxK, heads too; all-gather or once-per-node, a ring on another
     /// route; all-to-all, which is heads:P; pass-q, which is grid:1xP; or auto, the one with the
-    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps of a
-    /// grid are those of its ring with the first heads and the first key column; the picture shows
-    /// the rings of all key columns. All strategies are compared; for more than 256 ranks only with
+    /// least predicted time on --machine or, without one, that sends the fewest bytes. Steps and
+    /// picture of a grid are those of its ring with the first heads and the first key column. All
+    /// strategies are compared; for more than 256 ranks only with
     /// auto, without those that cannot be the best, and a given one is listed alone
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
@@ -113,21 +96,17 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_parser = dtype(), default_value = "f32")]
     dtype: DType,
     /// Draw tile map, work of each rank and step timeline as SVG. FILE may be a pipe, a device or
-    /// /dev/stdout. For more than 128 ranks the map is a sample, and the timeline shows groups of
-    /// ranks; for more than 256 ranks there is no timeline
+    /// /dev/stdout. For more than 128 ranks the map is a sample, and there is no timeline
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces
-    /// the table. For more than 128 ranks the steps are sums over ranks; for more than 256 ranks
-    /// there are no steps, and only the ranks with the least and the most work and bytes
+    /// the table. For more than 128 ranks there are no steps; for more than 256 ranks only the
+    /// ranks with the least and the most work and bytes
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
     mask: MaskFlags,
 }
-
-/// Rows of a page of a KV cache by default.
-const PAGE_ROWS: u64 = KvCache::<Cpu>::PAGE_ROWS;
 
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
@@ -142,10 +121,6 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     figures::check_rank(flags.rank, flags.ranks).map_err(named)?;
     let machine = flags.machine.as_deref().map(file::read_machine).transpose()?;
     let machine = machine.as_ref();
-    if flags.decode {
-        let figures = flags.token(&spec, machine).map_err(named)?;
-        return flags.write(&figures, None, || figures.print());
-    }
     let batch = values::packed(&flags.mask.documents);
     let balanced = flags.balanced(&spec, &batch).map_err(named)?;
     if flags.ranks > RingTraffic::MOST_RANKS {
@@ -160,7 +135,6 @@ impl PlanFlags {
     fn dims(&self) -> Outcome<Dims> {
         let q_len = match self.q_len {
             Some(len) => len,
-            None if self.decode => 1,
             None => values::rows_of_documents(&self.mask.documents)?,
         };
         Ok(self.shape.dims(q_len, self.kv_len))
@@ -179,14 +153,6 @@ impl PlanFlags {
     fn spec(&self, dims: Dims) -> Result<Spec> {
         let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
         attention.dtype(self.dtype).spec(dims)
-    }
-
-    /// Returns the figures of a token.
-    fn token(&self, spec: &Spec, machine: Option<&Machine>) -> Result<TokenFigures> {
-        let placement = self.placement(machine);
-        let page_rows = self.page_rows.map_or(PAGE_ROWS, |rows| rows as u64);
-        let shards = CacheShards { ranks: self.ranks, page_rows, placement: placement.as_ref() };
-        TokenFigures::new(spec, &shards, self.mask.describe(), machine)
     }
 
     /// Returns layout and route of the balanced layout, if that is requested.
@@ -229,18 +195,18 @@ impl PlanFlags {
         })?;
         let StrategyTraffic { grid, layout, .. } = strategies.planned();
         let of_member = grid.spec_of(spec, 0);
-        let route = strategies.routes[0];
+        let route = strategies.route;
         let layout = layout.of_member(grid, 0);
         let ring =
             PlannedRing::new(&of_member, layout, grid.groups(), route, batch, options.backward)?;
         let of_node = placement.as_ref().map(|_| self.ranks_of_node(machine));
         let of_node = of_node.or(route.node_ranks());
         let figures = Figures::new(self, spec, &strategies, &ring, of_node)?;
-        let picture = self.svg.as_ref().map(|_| {
-            let rings = Rings::new(spec, batch, &strategies, &ring, &figures)?;
-            Ok(picture::draw(spec, &rings, &figures))
-        });
-        Ok((figures, picture.transpose()?))
+        let picture = self
+            .svg
+            .as_ref()
+            .map(|_| picture::draw(spec, &DrawnRing::new(&ring, &figures, batch), &figures));
+        Ok((figures, picture))
     }
 
     /// Returns the ranks of a node.

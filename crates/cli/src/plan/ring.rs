@@ -8,12 +8,13 @@ use annulus_plan::{
 };
 use serde::Serialize;
 
-/// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
+/// The most ranks for which every step of every rank is checked, written and drawn, up to 5 MB of
+/// each.
 pub(super) const MOST_DETAILED_RANKS: usize = 128;
 
-/// The most ranks for which steps are written and drawn, and for which all strategies are compared.
-/// Steps take O(ranks²) memory, all other figures O(ranks).
-pub(super) const MOST_STEPPED_RANKS: usize = 256;
+/// The most ranks that are listed one by one, and for which all strategies are compared. The
+/// schedule takes O(ranks²) memory, all other figures O(ranks).
+pub(super) const MOST_LISTED_RANKS: usize = 256;
 
 /// A ring of ranks.
 pub(super) struct PlannedRing<'a> {
@@ -64,9 +65,9 @@ impl<'a> PlannedRing<'a> {
     }
 
     /// Returns the messages of all ranks, of a backward pass with gradients, checked for at most
-    /// [`MOST_DETAILED_RANKS`]; `None` for more than [`MOST_STEPPED_RANKS`].
+    /// [`MOST_DETAILED_RANKS`]; `None` for more than [`MOST_LISTED_RANKS`].
     pub(super) fn schedule(&self) -> Result<Option<Schedule>> {
-        if self.ranks() > MOST_STEPPED_RANKS {
+        if self.ranks() > MOST_LISTED_RANKS {
             return Ok(None);
         }
         let needs = self.needs.to_needs();
@@ -79,6 +80,9 @@ impl<'a> PlannedRing<'a> {
 
     /// Returns the steps of all ranks.
     pub(super) fn steps(&self, schedule: &Schedule) -> Vec<StepFigures> {
+        if self.ranks() > MOST_DETAILED_RANKS {
+            return Vec::new();
+        }
         let Spec { mask, dims, .. } = self.spec;
         let work = WorkMatrix::of(mask.as_ref(), dims.q_heads, dims.batch, &self.shards);
         let bytes = self.spec.kv_row_layout().bytes();
@@ -183,35 +187,6 @@ pub(super) fn busy_steps(steps: &[StepFigures]) -> Option<usize> {
     };
     let last = steps.iter().rposition(busy).map_or(1, |last| last + 1);
     (!steps.is_empty()).then_some(last)
-}
-
-/// Figures of one ring step, summed over ranks.
-#[derive(Debug, Serialize)]
-pub(super) struct StepSums {
-    /// Number of the step.
-    step: usize,
-    /// Visible pairs that all ranks compute.
-    pairs: u128,
-    /// Visible pairs that the busiest rank computes.
-    busiest_pairs: u128,
-    /// Blocks sent during the step.
-    blocks_sent: usize,
-    /// Their payload bytes.
-    bytes_sent: u128,
-}
-
-impl StepSums {
-    /// Sums the figures of all ranks.
-    pub(super) fn of(step: &StepFigures) -> Self {
-        let sends = || step.ranks.iter().flat_map(|of| &of.sends);
-        Self {
-            step: step.step,
-            pairs: step.ranks.iter().map(|of| of.pairs).sum(),
-            busiest_pairs: step.ranks.iter().map(|of| of.pairs).max().unwrap_or_default(),
-            blocks_sent: sends().count(),
-            bytes_sent: sends().map(|send| send.bytes).sum(),
-        }
-    }
 }
 
 /// Messages from one node to another.

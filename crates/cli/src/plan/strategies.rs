@@ -7,7 +7,7 @@ use annulus_plan::{
 };
 use serde::Serialize;
 
-use super::ring::{MOST_DETAILED_RANKS, MOST_STEPPED_RANKS};
+use super::ring::{MOST_DETAILED_RANKS, MOST_LISTED_RANKS};
 use crate::report::bytes;
 
 /// Figures of one strategy.
@@ -71,9 +71,8 @@ pub(super) struct Strategies {
     /// Visible pairs of each rank.
     pub(super) pairs: Vec<u128>,
     pub(super) balance: StrategyBalance,
-    /// Route of the ring of each key column. For more than [`MOST_STEPPED_RANKS`] rings × groups,
-    /// whose steps are not shown, that of the first column.
-    pub(super) routes: Vec<Route>,
+    /// Route of the ring, of a grid that of the first key column.
+    pub(super) route: Route,
 }
 
 /// Payload bytes that all ranks send in the parts of a pass of a grid.
@@ -88,7 +87,7 @@ pub(super) struct PassBytes {
 }
 
 impl Strategies {
-    /// Plans every strategy of `spec`. For more than [`MOST_STEPPED_RANKS`] ranks a strategy by its
+    /// Plans every strategy of `spec`. For more than [`MOST_LISTED_RANKS`] ranks a strategy by its
     /// name is planned alone. The exchanges and rings of a grid are checked for at most
     /// [`MOST_DETAILED_RANKS`].
     ///
@@ -108,7 +107,7 @@ impl Strategies {
         grid.map_or(Ok(()), |grid| grid.check(spec, options.backward))?;
         let given = grid.map(|_| requested);
         let (all, given) = match given {
-            Some(given) if ranks > MOST_STEPPED_RANKS => {
+            Some(given) if ranks > MOST_LISTED_RANKS => {
                 (vec![StrategyTraffic::of_strategy(spec, ranks, given, options, tick)?], Some(0))
             }
             _ => {
@@ -137,10 +136,10 @@ impl Strategies {
             planned.check(spec, options, tick)?;
         }
         let pairs = planned.pairs_of_ranks(spec, options)?;
-        let routes = routes_of_columns(planned, spec, options);
+        let route = planned.route(&planned.grid.spec_of(spec, 0), 0, options, tick);
         let predictions = predictions.unwrap_or_default();
         let backward = options.backward;
-        Ok(Self { all, predictions, balances, backward, chosen, pairs, balance, routes })
+        Ok(Self { all, predictions, balances, backward, chosen, pairs, balance, route })
     }
 
     /// Returns the traffic of the strategy that is planned.
@@ -183,23 +182,6 @@ fn position(
         all.push(traffic);
         all.len() - 1
     }))
-}
-
-/// Returns [`Strategies::routes`].
-fn routes_of_columns(
-    of: &StrategyTraffic,
-    spec: &Spec,
-    options: &TrafficOptions<'_>,
-) -> Vec<Route> {
-    let StrategyTraffic { grid, .. } = of;
-    let route = |column| {
-        let member = grid.of_column(column).start;
-        of.route(&grid.spec_of(spec, member), member, options, &mut || ())
-    };
-    if grid.columns() * grid.groups() > MOST_STEPPED_RANKS {
-        return vec![route(0); grid.columns()];
-    }
-    (0..grid.columns()).map(route).collect()
 }
 
 impl PassBytes {

@@ -280,38 +280,30 @@ fn figures_of_ranks_and_steps_add_up_to_the_totals() {
 }
 
 #[test]
-fn plans_of_many_ranks_have_sums_of_steps() {
+fn plans_of_many_ranks_have_no_steps() {
     let folder = Folder::new("plan_many_ranks");
     folder.succeed(
         "plan --causal --q-len 3000 --ranks 200 --layout zigzag --svg many.svg --json many.json",
     );
     let svg = folder.text("many.svg");
-    let json = folder.text("many.json");
-    assert!(
-        svg.len() < 3_000_000 && json.len() < 300_000,
-        "{} and {} bytes",
-        svg.len(),
-        json.len()
-    );
+    assert!(svg.len() < 3_000_000, "{} bytes", svg.len());
     assert!(
         svg.contains("not drawn for more than 128 ranks")
             && svg.contains("1 of 4 runs of rows")
             && !svg.contains("NaN")
     );
-    let many: Value = serde_json::from_str(&json).unwrap();
+    let many: Value = serde_json::from_str(&folder.text("many.json")).unwrap();
     assert_eq!(many["schedule_checked"], false);
-    assert!(many["note"].as_str().unwrap().contains("more than 128 ranks"));
-    let steps = many["steps"].as_array().unwrap();
-    assert!(steps.len() == 200 && steps.iter().all(|step| step.get("ranks").is_none()));
-    assert_eq!(many["pairs_total"], sum(&many["steps"], "pairs"));
-    assert_eq!(many["bytes_sent_total"], sum(&many["steps"], "bytes_sent"));
+    assert!(many["notes"][0].as_str().unwrap().contains("more than 128 ranks"));
+    assert_eq!(many["steps"].as_array().map(Vec::len), Some(0));
     assert_eq!(many["per_rank"].as_array().unwrap().len(), 200);
     folder.succeed(
         "plan --causal --q-len 1000 --ranks 128 --layout contiguous --svg few.svg --json few.json",
     );
     let few: Value = serde_json::from_str(&folder.text("few.json")).unwrap();
     assert_eq!(few["schedule_checked"], true);
-    assert!(few.get("note").is_none() && few["steps"][5]["ranks"].as_array().unwrap().len() == 128);
+    assert!(few.get("notes").is_none());
+    assert_eq!(few["steps"][5]["ranks"].as_array().unwrap().len(), 128);
     assert!(!folder.text("few.svg").contains("more than 128 ranks"));
 }
 
@@ -343,7 +335,8 @@ fn plans_of_more_than_256_ranks_are_summaries() {
     assert!(svg.contains("1 of 4 ranks") && !svg.contains("NaN"));
     let json = folder.text("many.json");
     let many: Value = serde_json::from_str(&json).unwrap();
-    assert!(json.len() < 10_000 && many["note"].as_str().unwrap().contains("more than 256 ranks"));
+    assert!(json.len() < 10_000);
+    assert!(many["notes"][1].as_str().unwrap().contains("more than 256 ranks"));
     assert_eq!(many["steps"].as_array().map(Vec::len), Some(0));
     // causal zigzag downwards: three quarters of the full ring
     assert_eq!(share(&many), 0.75);
@@ -620,30 +613,21 @@ fn the_picture_of_a_grid_has_the_bytes_and_the_exchanges_of_all_ranks() {
 }
 
 #[test]
-fn the_picture_of_a_grid_has_the_rings_of_all_key_columns() {
+fn the_picture_of_a_grid_has_the_ring_of_its_first_ranks() {
     let folder = Folder::new("plan_columns");
-    let of = |strategy: &str| {
+    let has = |svg: &str, text: &str| svg.contains(&format!(">{text}</text>"));
+    for strategy in ["grid:2x4", "grid:2x2x2", "heads:4"] {
         let flags = "plan --q-len 96 --ranks 8 --heads 4 --head-dim 8 --svg p.svg --strategy";
         folder.succeed(&format!("{flags} {strategy}"));
-        folder.text("p.svg")
-    };
-    let has = |svg: &str, text: &str| svg.contains(&format!(">{text}</text>"));
-    // each column has a ring of its own: rank r sends to the rank of its column in the other group
-    let svg = of("grid:2x4");
-    for rank in 0..8 {
-        let sent = format!("→ {}: 3.00 KiB", (rank + 4) % 8);
-        assert!(has(&svg, &format!("rank {rank}")) && has(&svg, &sent), "{rank}: {svg}");
+        let svg = folder.text("p.svg");
+        let steps = &svg[svg.find("Step by step").unwrap()..];
+        // rank 4 is the first of the second of two groups; each rank has work
+        for rank in 0..8 {
+            assert_eq!(has(steps, &format!("rank {rank}")), rank % 4 == 0, "{rank}: {steps}");
+            assert!(has(&svg, &format!("rank {rank}")), "{rank}: {svg}");
+        }
+        assert!(steps.contains("→ 4: ") && steps.contains("→ 0: "), "{steps}");
     }
-    // queries belong to a group, keys to a rank
-    assert!(has(&svg, "0–3") && has(&svg, "4–7") && has(&svg, "5"), "{svg}");
-    // of two ranks with different heads, one has steps, both have work
-    let svg = of("grid:2x2x2");
-    let steps = &svg[svg.find("Step by step").unwrap()..];
-    for rank in 0..8 {
-        assert_eq!(has(steps, &format!("rank {rank}")), rank % 2 == 0, "{rank}: {steps}");
-        assert!(has(&svg, &format!("rank {rank}")), "{rank}: {svg}");
-    }
-    assert!(has(steps, "→ 6: 3.00 KiB") && has(&svg, "2–3") && has(&svg, "4–7"), "{svg}");
 }
 
 #[test]
@@ -722,8 +706,6 @@ fn figures_of_a_backward_pass_are_null() {
             }
         }
     }
-    let refused = folder.run("plan --decode --kv-len 64 --ranks 2 --forward-only");
-    assert!(refused.code != 0 && refused.err.contains("--forward-only"), "{refused:?}");
 }
 
 #[test]

@@ -210,50 +210,6 @@ fn attend_and_bench_choose_by_the_machine() {
 }
 
 #[test]
-fn a_token_of_a_cache_is_predicted() {
-    let folder = Folder::new("plan_token");
-    let mut machine = folder.write_machine(1e6, 1e30);
-    machine["ranks_per_node"] = json!(1);
-    machine["node_bandwidth"] = json!(1e30);
-    machine["between_nodes"]["latency"] = json!(0.25);
-    let rate = json!({ "bandwidth": 1e6, "further_heads": 1e9 });
-    machine["rates"][0]["token"] = rate;
-    write(&folder, &machine);
-    // 10 pages of 100 rows on 4 ranks, of which rank 0 has 3; a row of 2 KV heads has
-    // 2 · 2 · 64 · 4 bytes, a result of 8 heads 8 · 66 · 4
-    let token = "--decode --kv-len 1000 --ranks 4 --kv-heads 2 --page-rows 100";
-    let planned = folder.plan(token);
-    assert_eq!(planned["bytes_read_max_rank"], json!(300 * 1024));
-    assert_eq!(planned["bytes_sent_rank"], json!(3 * 2112));
-    assert_eq!(planned["time_predicted"], Value::Null);
-    let token = format!("{token} --machine machine.json");
-    let planned = folder.plan(&token);
-    let is_near = |field: &str, want: f64| {
-        let got = planned[field].as_f64().unwrap();
-        assert!((got - want).abs() < 1e-9, "{field}: {got}");
-    };
-    // 6 of 8 heads are further ones: 300 · 6 pairs of 4 · 64 FLOPs
-    let tiles = 0.3072 + 4.608e-4;
-    is_near("tiles_predicted", tiles);
-    // three messages at once, and two agreements of two rounds
-    is_near("exposed_predicted", 0.25 + 3.0 * 2112e-6 + 4.0 * 0.25);
-    is_near("time_predicted", tiles + 1.25 + 6336e-6);
-    assert_eq!(planned["reads_are_assumed"], json!(false));
-    let text = folder.succeed(&format!("plan {token}")).out;
-    assert!(text.contains("predicted 1.564 s: tiles 307.661 ms, reduction 1.256 s"), "{text}");
-    assert!(!text.contains("assumed"), "{text}");
-
-    machine["rates"][0].as_object_mut().unwrap().remove("token");
-    write(&folder, &machine);
-    let text = folder.succeed(&format!("plan {token}")).out;
-    assert!(text.contains("has no token, so tiles are assumed"), "{text}");
-    for wrong in ["--q-len 4", "--strategy ring", "--documents 5", "--svg token.svg", "--rank 0"] {
-        folder.run(&format!("plan {token} {wrong}")).failed(2, &["--decode"]);
-    }
-    folder.run("plan --decode --ranks 4").failed(2, &["--kv-len"]);
-}
-
-#[test]
 #[ignore = "long: scripts/test --whole"]
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
@@ -281,10 +237,6 @@ fn measure_writes_a_machine_that_plan_reads() {
         for pass in ["forward", "backward"] {
             let rate = rate[pass].as_f64().unwrap();
             assert!(rate > 1e5 && rate < 1e15, "{rate}");
-        }
-        for figure in ["bandwidth", "further_heads"] {
-            let figure = rate["token"][figure].as_f64().unwrap();
-            assert!(figure > 1e5 && figure < 1e15, "{rate}");
         }
     }
     let flags_of_plan = "plan --q-len 64 --ranks 2 --head-dim 8 --machine machine.json";

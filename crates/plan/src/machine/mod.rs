@@ -1,8 +1,7 @@
 //! A machine as data, and the time that a strategy takes on it.
 //!
 //! A [`Machine`] has latency and bandwidth of its two kinds of links, and the rates and the memory
-//! of its ranks. [`Prediction`] adds up the messages and the tiles of each rank (`prediction.rs`),
-//! and [`Machine::token`] those of a token of a KV cache (`token.rs`).
+//! of its ranks. [`Prediction`] adds up the messages and the tiles of each rank (`prediction.rs`).
 //!
 //! # Source
 //! The latency-bandwidth model: Hockney 1994, The communication challenge for MPI. The selection of
@@ -13,10 +12,8 @@ mod network;
 mod prediction;
 #[cfg(test)]
 mod tests;
-mod token;
 
 pub use prediction::Prediction;
-pub use token::{CacheShards, TokenPrediction, TokenTraffic};
 
 use annulus_core::{DType, Error, Fingerprint, Placement, Result};
 
@@ -26,7 +23,7 @@ use annulus_core::{DType, Error, Fingerprint, Placement, Result};
 /// Two nodes of four ranks, with 100 Gbit/s between them.
 /// ```
 /// use annulus_core::DType;
-/// use annulus_plan::{ComputeRate, Link, Machine, TokenRate};
+/// use annulus_plan::{ComputeRate, Link, Machine};
 ///
 /// let machine = Machine {
 ///     ranks_per_node: 4,
@@ -38,7 +35,6 @@ use annulus_core::{DType, Error, Fingerprint, Placement, Result};
 ///         head_dim: 64,
 ///         forward: 1e12,
 ///         backward: 8e11,
-///         token: Some(TokenRate { bandwidth: 1e11, further_heads: 4e11 }),
 ///     }],
 ///     memory: 64 << 30,
 /// };
@@ -85,20 +81,6 @@ pub struct ComputeRate {
     pub forward: f64,
     /// FLOP per second of a backward pass, which has 10 · `head_dim` FLOPs for each visible pair.
     pub backward: f64,
-    /// Rate of a token of a KV cache; `None` if that is not known.
-    pub token: Option<TokenRate>,
-}
-
-/// Rate of one query over cached keys and values that are in no processor cache, while all ranks of
-/// a node read theirs.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TokenRate {
-    /// Bytes per second of keys and values that a rank reads and attends to with one query head of
-    /// each KV head.
-    pub bandwidth: f64,
-    /// FLOP per second of the further query heads of a KV head, for which nothing is read again: 4
-    /// · `head_dim` FLOPs for each visible pair.
-    pub further_heads: f64,
 }
 
 impl Machine {
@@ -145,10 +127,6 @@ impl Machine {
             at_least_1(&format!("rates[{index}].head_dim"), rate.head_dim as u64)?;
             above_0(&format!("rates[{index}].forward"), rate.forward)?;
             above_0(&format!("rates[{index}].backward"), rate.backward)?;
-            if let Some(TokenRate { bandwidth, further_heads }) = rate.token {
-                above_0(&format!("rates[{index}].token.bandwidth"), bandwidth)?;
-                above_0(&format!("rates[{index}].token.further_heads"), further_heads)?;
-            }
         }
         at_least_1("memory", self.memory)
     }
@@ -184,8 +162,6 @@ impl Machine {
                 .number(rate.head_dim as u64)
                 .number(rate.forward.to_bits())
                 .number(rate.backward.to_bits())
-                .optional(rate.token.map(|token| token.bandwidth.to_bits()))
-                .optional(rate.token.map(|token| token.further_heads.to_bits()))
         };
         self.rates.iter().fold(into.number(self.rates.len() as u64), rate).finish()
     }

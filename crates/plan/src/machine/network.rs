@@ -66,20 +66,6 @@ impl<'a> Network<'a> {
         2.0 * f64::from(self.nodes.len().next_power_of_two().ilog2()) * inside.max(between)
     }
 
-    /// Returns the seconds in which every rank sends so many bytes to each other rank, all messages
-    /// at the same time.
-    pub(super) fn all_gather(&self, bytes: f64) -> f64 {
-        let mut counts = vec![0; self.node_count];
-        self.nodes.iter().for_each(|&node| counts[node] += 1);
-        let of_node = |count: usize| {
-            let [peers, others] = [count - 1, self.nodes.len() - count].map(|ranks| ranks as f64);
-            let inside = self.seconds(0, peers.min(1.0), bytes * peers, 0.0);
-            let leaving = count as f64 * bytes * others;
-            inside.max(self.seconds(1, others.min(1.0), bytes * others, leaving))
-        };
-        counts.into_iter().map(of_node).fold(0.0, f64::max)
-    }
-
     /// Returns the seconds of the messages of a rank over a kind of link: latency · messages +
     /// bytes / bandwidth, or as long as its node takes for the bytes of all its ranks.
     fn seconds(&self, link: usize, messages: f64, bytes: f64, of_node: f64) -> f64 {

@@ -37,7 +37,6 @@ pub(super) fn machine(link: Link, flops: f64) -> Machine {
             head_dim: 64,
             forward: flops,
             backward: flops,
-            token: None,
         }],
         memory: 1 << 40,
     }
@@ -393,11 +392,10 @@ proptest! {
 
 #[test]
 fn wrong_fields_are_named() {
-    let mut good = two_nodes(link(1e-6, 1e9), link(1e-5, 1e8), 1e12);
-    good.rates[0].token = Some(TokenRate { bandwidth: 1e10, further_heads: 1e11 });
+    let good = two_nodes(link(1e-6, 1e9), link(1e-5, 1e8), 1e12);
     good.check().unwrap();
     type Change = fn(&mut Machine, f64);
-    let numbers: [(&str, Change); 9] = [
+    let numbers: [(&str, Change); 7] = [
         ("inside_node.latency", |m, x| m.inside_node.as_mut().unwrap().latency = x),
         ("inside_node.bandwidth", |m, x| m.inside_node.as_mut().unwrap().bandwidth = x),
         ("between_nodes.latency", |m, x| m.between_nodes.as_mut().unwrap().latency = x),
@@ -405,10 +403,6 @@ fn wrong_fields_are_named() {
         ("node_bandwidth", |m, x| m.node_bandwidth = Some(x)),
         ("rates[0].forward", |m, x| m.rates[0].forward = x),
         ("rates[0].backward", |m, x| m.rates[0].backward = x),
-        ("rates[0].token.bandwidth", |m, x| m.rates[0].token.as_mut().unwrap().bandwidth = x),
-        ("rates[0].token.further_heads", |m, x| {
-            m.rates[0].token.as_mut().unwrap().further_heads = x;
-        }),
     ];
     for (field, change) in numbers {
         for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {

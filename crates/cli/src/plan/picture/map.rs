@@ -5,7 +5,7 @@ use std::ops::Range;
 use annulus_core::{Mask, Runs, Spec, mask::Query};
 
 use super::{
-    rings::Rings,
+    drawn_ring::DrawnRing,
     svg::{AXIS, Area, EMPTY, ON_COLOUR, Svg, area, colour, colour_of_place},
 };
 
@@ -33,7 +33,7 @@ struct Axis {
 /// Neighbouring rows of one owner.
 #[derive(Debug, Clone)]
 struct Cell {
-    /// Index of their owner: a group of queries, or a place of keys.
+    /// Group that owns them.
     owner: usize,
     /// Numbers of some rows: the middles of equal parts.
     samples: Vec<i64>,
@@ -44,9 +44,9 @@ struct Cell {
 impl Axis {
     /// Divides the rows of all owners. If rows alternate between owners and are too many for a cell
     /// each, they are grouped by owner.
-    fn new(rows: &[Runs], len: usize) -> Self {
-        let runs = rows.iter().enumerate();
-        let runs: Vec<_> = runs
+    fn new<'a>(rows: impl Iterator<Item = &'a Runs>, len: usize) -> Self {
+        let runs: Vec<_> = rows
+            .enumerate()
             .flat_map(|(owner, rows)| rows.runs().iter().map(move |run| (owner, *run)))
             .filter(|(_, run)| run.count > 0)
             .collect();
@@ -82,9 +82,9 @@ impl Axis {
 }
 
 /// Draws the map into `area`, including the strips and the labels of the axes.
-pub(super) fn draw(svg: &mut Svg, room: Area, spec: &Spec, rings: &Rings) {
-    let queries = Axis::new(&rings.queries, spec.dims.q_len);
-    let keys = Axis::new(&rings.keys, spec.dims.kv_len);
+pub(super) fn draw(svg: &mut Svg, room: Area, spec: &Spec, ring: &DrawnRing<'_>) {
+    let queries = Axis::new(ring.queries(), spec.dims.q_len);
+    let keys = Axis::new(ring.keys(), spec.dims.kv_len);
     let margin = 20.0 + STRIP;
     let plot = area(room.x + margin, room.y + margin, room.width - margin, room.height - margin);
     let [x, y] = [plot.x + plot.width / 2.0, plot.y + plot.height / 2.0];
@@ -92,22 +92,28 @@ pub(super) fn draw(svg: &mut Svg, room: Area, spec: &Spec, rings: &Rings) {
     svg.upward(room.x + 11.0, y, AXIS, &format!("← queries, {}", queries.order));
     svg.rect(plot, EMPTY, 1.0);
     let above = Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot };
-    strip(svg, &keys, above, true, rings, &|place| rings.ranks_of_place(place));
+    strip(svg, &keys, above, true, ring);
     let left = Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot };
-    strip(svg, &queries, left, false, rings, &|group| rings.ranks_of_group(group));
+    strip(svg, &queries, left, false, ring);
     if queries.cells.is_empty() || keys.cells.is_empty() {
         return svg.text(x, y, AXIS, "no rows");
     }
-    draw_tiles(svg, plot, [&queries, &keys], spec, rings);
+    draw_tiles(svg, plot, [&queries, &keys], spec, ring);
 }
 
 /// Draws the tiles that are not empty into `plot`.
-fn draw_tiles(svg: &mut Svg, plot: Area, [queries, keys]: [&Axis; 2], spec: &Spec, rings: &Rings) {
+fn draw_tiles(
+    svg: &mut Svg,
+    plot: Area,
+    [queries, keys]: [&Axis; 2],
+    spec: &Spec,
+    ring: &DrawnRing<'_>,
+) {
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
     for (row, cell) in queries.cells.iter().enumerate() {
         let shade = |key: &Cell| {
-            let share = visible_share(spec.mask.as_ref(), cell, key, rings);
+            let share = visible_share(spec.mask.as_ref(), cell, key, ring);
             // 0 for an empty tile, at least 1 for any other
             if share > 0.0 { (share * SHADES).round().clamp(1.0, SHADES) } else { 0.0 }
         };
@@ -118,10 +124,10 @@ fn draw_tiles(svg: &mut Svg, plot: Area, [queries, keys]: [&Axis; 2], spec: &Spe
         for tiles in tiles.chunk_by(|a, b| a == b) {
             let (owner, shade) = tiles[0];
             if shade > 0.0 {
-                let (place, step) = rings.computed(cell.owner, owner);
+                let step = ring.step(cell.owner, owner);
                 let x = plot.x + first as f64 * width;
                 let y = plot.y + row as f64 * height;
-                let fill = colour(place, rings.places(), step, rings.busy_steps);
+                let fill = colour(cell.owner, ring.groups(), step, ring.busy_steps);
                 // from 0.4 on, so that a tile with few visible pairs still has a colour
                 let opacity = 0.4 + 0.6 * shade / SHADES;
                 svg.rect(area(x, y, tiles.len() as f64 * width, height), &fill, opacity);
@@ -132,8 +138,8 @@ fn draw_tiles(svg: &mut Svg, plot: Area, [queries, keys]: [&Axis; 2], spec: &Spe
 }
 
 /// Returns the key rows that a query row may attend to by its document. The first has position 0.
-fn document(rings: &Rings, row: i64) -> Range<i64> {
-    let Some(starts) = &rings.starts else { return 0..i64::MAX };
+fn document(ring: &DrawnRing<'_>, row: i64) -> Range<i64> {
+    let Some(starts) = ring.starts else { return 0..i64::MAX };
     let after = starts.partition_point(|&start| start <= row);
     match (starts.get(after.wrapping_sub(1)), starts.get(after)) {
         (Some(&start), Some(&end)) => start..end,
@@ -143,10 +149,10 @@ fn document(rings: &Rings, row: i64) -> Range<i64> {
 
 /// Estimates the visible share of a tile from a few of its query rows. The masks of flags all have
 /// intervals.
-fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, rings: &Rings) -> f64 {
+fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, ring: &DrawnRing<'_>) -> f64 {
     let of_query = |&row: &i64| {
-        let document = document(rings, row);
-        let position = row - document.start + rings.offset;
+        let document = document(ring, row);
+        let position = row - document.start + ring.offset;
         let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position };
         let of_keys = keys.rows.start.max(document.start)..keys.rows.end.min(document.end);
         let visible = |range: &Range<i64>| {
@@ -160,42 +166,27 @@ fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, rings: &Rings) ->
     queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64
 }
 
-/// Draws the owners of rows along one side of the map. `ranks` returns the ranks of an owner.
-fn strip(
-    svg: &mut Svg,
-    axis: &Axis,
-    area: Area,
-    across: bool,
-    rings: &Rings,
-    ranks: &dyn Fn(usize) -> Range<usize>,
-) {
+/// Draws the owners of rows along one side of the map.
+fn strip(svg: &mut Svg, axis: &Axis, area: Area, across: bool, ring: &DrawnRing<'_>) {
     let cells = axis.cells.len() as f64;
     let mut first = 0;
     for rows in axis.cells.chunk_by(|a, b| a.owner == b.owner) {
         let start = first as f64 / cells;
         let share = rows.len() as f64 / cells;
-        let ranks = ranks(rows[0].owner);
+        let owner = rows[0].owner;
         first += rows.len();
         let part = if across {
             Area { x: area.x + start * area.width, width: share * area.width, ..area }
         } else {
             Area { y: area.y + start * area.height, height: share * area.height, ..area }
         };
-        svg.rect(part, &colour_of_place(rings.place(ranks.start), rings.places()), 1.0);
-        let name = match ranks.len() {
-            1 => ranks.start.to_string(),
-            _ => format!("{}–{}", ranks.start, ranks.end - 1),
-        };
+        svg.rect(part, &colour_of_place(owner, ring.groups()), 1.0);
+        let name = ring.rank(owner).to_string();
         let [x, y] = [part.x + part.width / 2.0, part.y + part.height / 2.0];
         let room = if across { part.width } else { part.height };
         // a digit is about 7 pixels wide
-        if room < 16.0f64.max(7.0 * name.chars().count() as f64) {
-            continue;
-        }
-        if across || ranks.len() == 1 {
+        if room >= 16.0f64.max(7.0 * name.chars().count() as f64) {
             svg.text(x, y + 4.0, ON_COLOUR, &name);
-        } else {
-            svg.upward(x + 4.0, y, ON_COLOUR, &name);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Picture of a plan as SVG: tile map, work of each rank, predicted bytes, exchanges, step timeline
 //! and legend.
 
+mod drawn_ring;
 mod map;
-mod rings;
 mod svg;
 mod timeline;
 
@@ -10,7 +10,7 @@ use annulus_core::Spec;
 
 use super::figures::Figures;
 use crate::report::{bytes, count};
-pub(super) use rings::Rings;
+pub(super) use drawn_ring::DrawnRing;
 use svg::{
     Area, EMPTY, FIGURE, HEADING, LABEL, LABEL_LEFT, NOTE, Svg, area, colour, colour_of_place,
 };
@@ -27,7 +27,7 @@ const EXCHANGES: f64 = 90.0;
 const READABLE: f64 = 15.0;
 
 /// Draws the plan of `spec`.
-pub(super) fn draw(spec: &Spec, rings: &Rings, figures: &Figures) -> String {
+pub(super) fn draw(spec: &Spec, ring: &DrawnRing<'_>, figures: &Figures) -> String {
     let mut svg = Svg::default();
     let title = &figures.title();
     // a bold character is about 0.62 of its font size wide
@@ -37,22 +37,22 @@ pub(super) fn draw(spec: &Spec, rings: &Rings, figures: &Figures) -> String {
     svg.text(MARGIN, 70.0, "font-size=\"13\" fill=\"#555\"", &figures.subtitle());
 
     let top = 92.0;
-    map::draw(&mut svg, area(MARGIN, top, MAP, MAP), spec, rings);
+    map::draw(&mut svg, area(MARGIN, top, MAP, MAP), spec, ring);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
     facts(&mut svg, right, top, spec, figures);
-    legend(&mut svg, right, top + 112.0, rings);
-    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), rings, figures);
+    legend(&mut svg, right, top + 112.0, ring);
+    work(&mut svg, area(right, top + 222.0, width, MAP - 222.0), ring, figures);
 
     let mut below = top + MAP + 36.0;
     let width = WIDTH - 2.0 * MARGIN;
     let passes = figures.passes_in_words();
     if !passes.is_empty() {
-        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), &passes, rings.parts);
+        exchanges(&mut svg, area(MARGIN, below, width, EXCHANGES), &passes, ring.members);
         below += EXCHANGES;
     }
-    let height = timeline::height(rings.places());
-    timeline::draw(&mut svg, area(MARGIN, below, width, height), rings);
+    let height = timeline::height(ring.groups());
+    timeline::draw(&mut svg, area(MARGIN, below, width, height), ring);
     svg.finish(WIDTH, below + height + MARGIN, title)
 }
 
@@ -84,19 +84,17 @@ fn facts(svg: &mut Svg, x: f64, y: f64, spec: &Spec, figures: &Figures) {
 }
 
 /// Draws the legend of the colours: at most 8 evenly spaced ranks and steps.
-fn legend(svg: &mut Svg, x: f64, y: f64, rings: &Rings) {
-    let (places, steps) = (rings.places(), rings.busy_steps);
+fn legend(svg: &mut Svg, x: f64, y: f64, ring: &DrawnRing<'_>) {
+    let (groups, steps) = (ring.groups(), ring.busy_steps);
     svg.text(x, y + 14.0, HEADING, "Colours");
     let spaced = |all: usize| {
         let shown = all.min(8);
         (0..shown).map(move |index| index * all.saturating_sub(1) / (shown - 1).max(1))
     };
-    let of_places = spaced(places).map(|of| (rings.rank(of), colour_of_place(of, places)));
-    let of_steps = spaced(steps).map(|step| (step, colour(0, places, step, steps)));
-    let lines: [(&str, Vec<(usize, String)>); 2] = [
-        ("hue: computing rank", of_places.collect()),
-        ("lightness: ring step", of_steps.collect()),
-    ];
+    let of_ranks = spaced(groups).map(|of| (ring.rank(of), colour_of_place(of, groups)));
+    let of_steps = spaced(steps).map(|step| (step, colour(0, groups, step, steps)));
+    let lines: [(&str, Vec<(usize, String)>); 2] =
+        [("hue: computing rank", of_ranks.collect()), ("lightness: ring step", of_steps.collect())];
     for (line, (name, swatches)) in lines.into_iter().enumerate() {
         let y = y + 25.0 * (line + 1) as f64;
         svg.text(x, y + 14.0, NOTE, name);
@@ -112,7 +110,7 @@ fn legend(svg: &mut Svg, x: f64, y: f64, rings: &Rings) {
 }
 
 /// Draws a bar for the work and the bytes of each rank.
-fn work(svg: &mut Svg, room: Area, rings: &Rings, figures: &Figures) {
+fn work(svg: &mut Svg, room: Area, ring: &DrawnRing<'_>, figures: &Figures) {
     svg.text(room.x, room.y + 14.0, HEADING, "Work of each rank");
     let most = figures.work_max_over_mean;
     let bars = &figures.drawn_ranks;
@@ -133,7 +131,7 @@ fn work(svg: &mut Svg, room: Area, rings: &Rings, figures: &Figures) {
         let y = top + line as f64 * height;
         let bar = area(left, y + gap / 2.0, width, height - gap);
         svg.rect(bar, EMPTY, 1.0);
-        let fill = colour_of_place(rings.place(rank.rank), rings.places());
+        let fill = colour_of_place(ring.group(rank.rank), ring.groups());
         svg.rect(Area { width: width * rank.work_over_mean / most, ..bar }, &fill, 1.0);
         if line.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
@@ -148,16 +146,11 @@ fn work(svg: &mut Svg, room: Area, rings: &Rings, figures: &Figures) {
 }
 
 /// Draws the parts of each pass of a grid: an exchange, the rings, and an exchange of results.
-/// `parts` are those of the heads.
-fn exchanges(svg: &mut Svg, room: Area, passes: &[[String; 3]], parts: usize) {
+fn exchanges(svg: &mut Svg, room: Area, passes: &[[String; 3]], members: usize) {
     svg.text(room.x, room.y, HEADING, "Exchanges around the rings");
-    if parts > 1 {
-        let note = format!(
-            "map and steps: 1 of {parts} ranks, those with the first heads; the ranks after each \
-             have the same rows"
-        );
-        svg.text(room.x + 240.0, room.y, NOTE, &note);
-    }
+    let note =
+        format!("map and steps: one of {members} rings, that of the first heads and key column");
+    svg.text(room.x + 240.0, room.y, NOTE, &note);
     let width = room.width / 3.0;
     for (pass, parts) in passes.iter().enumerate() {
         let y = room.y + 12.0 + 28.0 * pass as f64;

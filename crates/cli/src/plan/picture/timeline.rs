@@ -1,8 +1,7 @@
-//! Step timeline: one line per rank, of a grid per rank with the first heads; one column per ring
-//! step. Each box has a bar for the work, the owner of the block, and the blocks that are sent.
+//! Step timeline: one line per rank of the ring, one column per ring step. Each box has a bar for the work, the owner of the block, and the blocks that are sent.
 
 use super::{
-    rings::Rings,
+    drawn_ring::DrawnRing,
     svg::{Area, EMPTY, HEADING, LABEL, LABEL_AROUND, LABEL_LEFT, NOTE, Svg, area, colour},
 };
 use crate::{
@@ -25,14 +24,14 @@ pub(super) fn height(ranks: usize) -> f64 {
 }
 
 /// Draws the timeline.
-pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
+pub(super) fn draw(svg: &mut Svg, room: Area, ring: &DrawnRing<'_>) {
     svg.text(room.x, room.y + 14.0, HEADING, "Step by step");
-    let places = rings.places();
-    if places > MOST_DETAILED_RANKS {
+    let groups = ring.groups();
+    if groups > MOST_DETAILED_RANKS {
         let text = format!("not drawn for more than {MOST_DETAILED_RANKS} ranks");
         return svg.text(room.x, room.y + 33.0, NOTE, &text);
     }
-    let idle = match rings.steps.len() - rings.busy_steps {
+    let idle = match ring.steps.len() - ring.busy_steps {
         0 => String::new(),
         1 => "; the last step is empty".to_owned(),
         idle => format!("; the last {idle} steps are empty"),
@@ -42,13 +41,13 @@ pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
          receiver and bytes of the block sent{idle}"
     );
     svg.text(room.x, room.y + 33.0, NOTE, &explanation);
-    let steps = &rings.steps[..rings.busy_steps];
+    let steps = &ring.steps[..ring.busy_steps];
     let (left, top) = (room.x + 56.0, room.y + 62.0);
-    let line = line_height(places);
+    let line = line_height(groups);
     let column = (room.x + room.width - left) / steps.len().max(1) as f64;
-    for place in (0..places).step_by((14.0 / line).ceil().max(1.0) as usize) {
-        let y = top + (place as f64 + 0.5) * line + 4.0;
-        svg.text(left - 6.0, y, LABEL_LEFT, &format!("rank {}", rings.rank(place)));
+    for group in (0..groups).step_by((14.0 / line).ceil().max(1.0) as usize) {
+        let y = top + (group as f64 + 0.5) * line + 4.0;
+        svg.text(left - 6.0, y, LABEL_LEFT, &format!("rank {}", ring.rank(group)));
     }
     let every_column = (46.0 / column).ceil().max(1.0) as usize;
     let gap = if line >= 10.0 && column >= 10.0 { 2.0 } else { 0.3 };
@@ -60,17 +59,24 @@ pub(super) fn draw(svg: &mut Svg, room: Area, rings: &Rings) {
             svg.text(x + column / 2.0, top - 6.0, LABEL_AROUND, &format!("step {number}"));
         }
         for of_rank in &step.ranks {
-            let place = rings.place(of_rank.rank);
-            let y = top + place as f64 * line + gap / 2.0;
-            let fill = colour(place, places, number, rings.busy_steps);
-            draw_box(svg, area(x + gap / 2.0, y, column - gap, line - gap), &fill, of_rank, most);
+            let y = top + of_rank.rank as f64 * line + gap / 2.0;
+            let room = area(x + gap / 2.0, y, column - gap, line - gap);
+            let fill = colour(of_rank.rank, groups, number, ring.busy_steps);
+            draw_box(svg, room, &fill, ring, of_rank, most);
         }
     }
 }
 
 /// Draws one box into `room`, with the bar relative to `most` pairs. Text is above the bar, or left
 /// of it if the box is low, or absent: text on a bar would be half on its colour.
-fn draw_box(svg: &mut Svg, room: Area, fill: &str, of_rank: &StepOfRank, most: u128) {
+fn draw_box(
+    svg: &mut Svg,
+    room: Area,
+    fill: &str,
+    ring: &DrawnRing<'_>,
+    of_rank: &StepOfRank,
+    most: u128,
+) {
     svg.rect(room, EMPTY, 1.0);
     let Area { x, y, width, height } = room;
     let is_high = width >= 22.0 && height >= 28.0;
@@ -86,20 +92,22 @@ fn draw_box(svg: &mut Svg, room: Area, fill: &str, of_rank: &StepOfRank, most: u
         svg.rect(Area { width, ..bar }, fill, 1.0);
     }
     if is_high || is_wide {
-        let owner = if of_rank.rows == 0 { "–".to_owned() } else { of_rank.owner.to_string() };
-        svg.text(x + 4.0, baseline, LABEL, &owner);
+        let owner = ring.rank(of_rank.owner).to_string();
+        let owner = if of_rank.rows == 0 { "–" } else { &owner };
+        svg.text(x + 4.0, baseline, LABEL, owner);
     }
     if is_high && width >= 76.0 && !of_rank.sends.is_empty() {
         let attributes = "font-size=\"10\" text-anchor=\"end\" fill=\"#444\"";
-        svg.text(x + width - 4.0, baseline, attributes, &sends_in_words(&of_rank.sends, width));
+        let words = sends_in_words(&of_rank.sends, ring, width);
+        svg.text(x + width - 4.0, baseline, attributes, &words);
     }
 }
 
 /// Describes the blocks that are sent, as far as there is room beside the owner.
-fn sends_in_words(sends: &[Send], width: f64) -> String {
+fn sends_in_words(sends: &[Send], ring: &DrawnRing<'_>, width: f64) -> String {
     let sent = bytes(sends.iter().map(|send| send.bytes).sum::<u128>());
     match sends {
-        [only] if width >= 110.0 => format!("→ {}: {sent}", only.to),
+        [only] if width >= 110.0 => format!("→ {}: {sent}", ring.rank(only.to)),
         [_] => format!("→ {sent}"),
         several if width >= 130.0 => format!("→ {} ranks: {sent}", several.len()),
         several => format!("→ {}×", several.len()),

@@ -62,7 +62,7 @@ fn the_choice_loses_at_most_a_tenth_to_any_strategy() {
     for &([hosts, ranks, len], times) in CASES {
         let spec = Spec::new(Dims::new(1, len, 8, 64), DType::F32);
         let [forward, backward] = rates([hosts, ranks, len]).map(|gigaflops| gigaflops * 1e9);
-        let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward, backward, token: None };
+        let rate = ComputeRate { dtype: DType::F32, head_dim: 64, forward, backward };
         let between = link(1e-4, 1.18e8);
         let ranks_per_node = ranks / hosts;
         let machine = Machine {
