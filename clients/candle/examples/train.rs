@@ -8,8 +8,6 @@
 //! mpirun -n 3 target/release/examples/train --steps 20 --resume half.safetensors --save all.safetensors
 //! ```
 //!
-//! With `--local-ranks N`, one process has all rows, and its attention runs on N ranks.
-//!
 //! Why the bits are equal: a rank has whole **leaves**, 256 consecutive rows of the sequence.
 //!
 //! * Attention sums in the reproducible order of annulus, by leaves.
@@ -18,10 +16,7 @@
 //!   weights of stride 0 it would stack the leaves into one matrix), and the gradient of a copy is
 //!   the sum over the rows of its leaf.
 //! * An all-gather brings the gradients of all leaves, which every rank sums by one binary tree.
-use std::{
-    collections::{BTreeMap, HashMap},
-    time::Instant,
-};
+use std::collections::{BTreeMap, HashMap};
 
 use annulus_candle::{
     Options,
@@ -29,7 +24,6 @@ use annulus_candle::{
     attention,
 };
 use candle_core::{D, Device, Error, Result, Tensor, Var, safetensors};
-use candle_nn::ops::log_softmax;
 
 const LEAF: usize = LEAF_ROWS as usize;
 const VOCABULARY: usize = 64;
@@ -50,12 +44,11 @@ fn main() -> Result<()> {
     train(&std::env::args().skip(1).collect::<Vec<String>>())
 }
 
-/// Runs the command line without the program's name.
-pub fn train(arguments: &[String]) -> Result<()> {
+/// Trains as the arguments say. Without MPI, `--local-ranks` are threads of this process.
+pub(crate) fn train(arguments: &[String]) -> Result<()> {
     let value = |name: &str| arguments.iter().skip_while(|&word| word != name).nth(1);
-    let number = |name: &str, default: usize| match value(name) {
-        Some(text) => text.parse().map_err(|_| Error::msg(format!("{name}: {text:?}"))),
-        None => Ok(default),
+    let number = |name: &str, default: usize| {
+        value(name).map_or(Ok(default), |text| text.parse().map_err(Error::wrap))
     };
     let [steps, leaves] = [number("--steps", 20)?, number("--leaves", 12)?];
     let mut ranks = Ranks::new(leaves, number("--local-ranks", 1)?)?;
@@ -64,7 +57,7 @@ pub fn train(arguments: &[String]) -> Result<()> {
         None => new_model()?,
     };
     for step in model["step"].to_scalar::<i64>()? as usize..steps {
-        let start = Instant::now();
+        let start = std::time::Instant::now();
         let tokens = corpus(step, leaves * LEAF + 1);
         let mut sum = ranks.sum(&gradients(&model, &ranks, &tokens)?)?;
         let loss = sum.pop().unwrap_or(f32::NAN) / (leaves * LEAF) as f32;
@@ -126,13 +119,12 @@ impl Ranks {
             let mut ring = comm::mpi::Mpi::world(Default::default()).map_err(Error::wrap)?;
             let dims = annulus::Dims::new(1, rows, HEADS, HEAD_DIM).kv_heads(KV_HEADS);
             let rank = ring.rank();
-            let own = division.rank_rows(&causal, dims, ring.ranks(), rank);
-            let own = own.map_err(Error::wrap)?.q;
+            let own = division.rank_rows(&causal, dims, ring.ranks(), rank).map_err(Error::wrap)?;
             let [windowed, global] = options.map(|all| all.over_mpi(rows, rows, &ring));
             let mut round = 0;
             return Ok(Self {
                 rank,
-                leaves: own.iter().step_by(LEAF).map(|row| row as usize / LEAF).collect(),
+                leaves: own.q.iter().step_by(LEAF).map(|row| row as usize / LEAF).collect(),
                 options: [windowed?, global?],
                 gather: Box::new(move |bytes| {
                     round += 1;
@@ -188,9 +180,7 @@ fn shapes() -> Vec<(String, usize, usize)> {
             ("up", WIDTH, 2 * HIDDEN),
             ("down", HIDDEN, WIDTH),
         ];
-        all.extend(
-            of_layer.map(|(name, rows, columns)| (format!("{layer}.{name}"), rows, columns)),
-        );
+        all.extend(of_layer.map(|(name, m, n)| (format!("{layer}.{name}"), m, n)));
     }
     all.extend([("norm".into(), 1, WIDTH), ("head".into(), WIDTH, VOCABULARY)]);
     all
@@ -247,9 +237,8 @@ fn gradients(model: &Checkpoint, ranks: &Ranks, tokens: &[u32]) -> Result<Vec<Ve
     for (name, ..) in shapes() {
         let missing = || Error::msg(format!("{name} has no gradient"));
         let gradient = gradients.remove(&weights[&name]).ok_or_else(missing)?;
-        for (sum, gradient) in sums.iter_mut().zip(gradient.flatten_from(1)?.to_vec2()?) {
-            sum.extend::<Vec<f32>>(gradient);
-        }
+        let of_leaves = gradient.flatten_from(1)?.to_vec2::<f32>()?;
+        sums.iter_mut().zip(of_leaves).for_each(|(sum, gradient)| sum.extend(gradient));
     }
     sums.iter_mut().zip(losses.to_vec1()?).for_each(|(sum, loss)| sum.push(loss));
     Ok(sums)
@@ -286,7 +275,7 @@ fn losses(weights: &HashMap<String, Var>, ranks: &Ranks, tokens: &[u32]) -> Resu
         x = (x + gated.matmul(weight("down"))?)?;
     }
     let scores = norm(&x, weight("norm"))?.matmul(weight("head"))?;
-    log_softmax(&scores, D::Minus1)?.gather(&targets, D::Minus1)?.neg()?.sum((1, 2))
+    candle_nn::ops::log_softmax(&scores, D::Minus1)?.gather(&targets, D::Minus1)?.neg()?.sum((1, 2))
 }
 
 /// Returns cosines and sines of RoPE for global rows: `[1, rows, 1, dim/2]`.
