@@ -5,14 +5,19 @@
 //! cargo run --release --example compare -- 8192 2 1 64       # rows, query heads, KV heads, dim
 //! ```
 //!
-//! Memory is what is allocated above the inputs, at its highest; times are the best of three.
+//! Memory is what is allocated above the inputs, at its highest; the time is that of one pass. Both
+//! have the threads of `RAYON_NUM_THREADS`, by default all cores.
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
     time::Instant,
 };
 
-use annulus_candle::{Options, annulus::Attention, attention};
+use annulus_candle::{
+    Options,
+    annulus::{Attention, Runtime},
+    attention,
+};
 use candle_core::{D, Device, Error, Result, Tensor, Var};
 use candle_nn::ops::softmax;
 
@@ -56,7 +61,8 @@ fn main() -> Result<()> {
     let draw = |heads| Var::randn(0f32, 1.0, (1, rows, heads, dim), &Device::Cpu);
     let inputs = [draw(heads)?, draw(kv_heads)?, draw(kv_heads)?];
     let weights = Tensor::randn(0f32, 1.0, (1, rows, heads, dim), &Device::Cpu)?;
-    let options = Options::new(Attention::new().causal(true));
+    let runtime = Runtime::new().threads(candle_core::utils::get_num_threads());
+    let options = Options::new(Attention::new().causal(true)).runtime(runtime);
     let [q, k, v] = &inputs;
     let ours = measure("annulus", &inputs, &weights, || attention(q, k, v, &options))?;
     let theirs = measure("candle", &inputs, &weights, || scores_in_memory(q, k, v))?;
@@ -68,7 +74,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Runs forward and backward three times. Returns megabytes, seconds and the gradients.
+/// Runs forward and backward. Returns megabytes, seconds and the gradients.
 fn measure(
     name: &str,
     inputs: &[Var; 3],
@@ -77,15 +83,11 @@ fn measure(
 ) -> Result<(f64, f64, Vec<Tensor>)> {
     let before = IN_USE.load(Relaxed);
     PEAK.store(before, Relaxed);
-    let (mut seconds, mut gradients) = (f64::INFINITY, Vec::new());
-    for _ in 0..3 {
-        gradients.clear();
-        let start = Instant::now();
-        let loss = (forward()? * weights)?.sum_all()?;
-        let all = loss.backward()?;
-        seconds = seconds.min(start.elapsed().as_secs_f64());
-        gradients.extend(inputs.iter().filter_map(|input| all.get(input)).map(Tensor::detach));
-    }
+    let start = Instant::now();
+    let loss = (forward()? * weights)?.sum_all()?;
+    let all = loss.backward()?;
+    let seconds = start.elapsed().as_secs_f64();
+    let gradients = inputs.iter().filter_map(|input| all.get(input)).map(Tensor::detach).collect();
     let megabytes = (PEAK.load(Relaxed) - before) as f64 / 1e6;
     println!("{name:8} forward and backward: {megabytes:.1} MB, {seconds:.3} s");
     Ok((megabytes, seconds, gradients))
