@@ -1,11 +1,11 @@
-//! Trains a small decoder on candle: RoPE, grouped-query attention, a sliding window in every second
-//! layer, RMSNorm, SwiGLU, AdamW. The ranks of MPI share one sequence, and **the checkpoint does not
-//! depend on their number**, bit for bit.
+//! Trains a small decoder on candle: RoPE, grouped-query attention, a sliding window in every
+//! second layer, RMSNorm, SwiGLU, AdamW. The ranks of MPI share one sequence, and **the checkpoint
+//! does not depend on their number**, bit for bit.
 //!
 //! ```sh
 //! cargo build --release --features mpi,link-mpi --example train
-//! mpirun -n 4 target/release/examples/train --steps 10 --save half.safetensors
-//! mpirun -n 3 target/release/examples/train --steps 20 --resume half.safetensors --save all.safetensors
+//! mpirun -n 4 target/release/examples/train --steps 10 --save 10.safetensors
+//! mpirun -n 3 target/release/examples/train --resume 10.safetensors --save 20.safetensors
 //! ```
 //!
 //! Why the bits are equal: a rank has whole **leaves**, 256 consecutive rows of the sequence.

@@ -115,8 +115,8 @@ impl Options {
         Self { ranks, plans: Arc::default(), ..self }
     }
 
-    /// Computes as one rank of `ring`, over MPI, as [`Options::over`]. Every plan is a handle of its
-    /// own to the endpoint.
+    /// Computes as one rank of `ring`, over MPI, as [`Options::over`]. Every plan has a handle of
+    /// its own to the endpoint.
     ///
     /// # Ordering
     /// Local. All ranks make their options, and handles of other uses, in the same order
