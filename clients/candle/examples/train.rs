@@ -16,14 +16,13 @@
 //!   weights of stride 0 it would stack the leaves into one matrix), and the gradient of a copy is
 //!   the sum over the rows of its leaf.
 //! * An all-gather brings the gradients of all leaves, which every rank sums by one binary tree.
-use std::collections::{BTreeMap, HashMap};
-
 use annulus_candle::{
     Options,
     annulus::{self, Attention, Division, LEAF_ROWS, Layout},
     attention,
 };
 use candle_core::{D, Device, Error, Result, Tensor, Var, safetensors};
+use std::collections::{BTreeMap, HashMap};
 
 const LEAF: usize = LEAF_ROWS as usize;
 const VOCABULARY: usize = 64;
@@ -37,6 +36,8 @@ const WINDOW: u64 = 300;
 
 /// Tensors by name: `weight.`, `mean.` and `square.` of each shape, and `step`.
 type Checkpoint = HashMap<String, Tensor>;
+/// Collects the bytes of every rank on every rank.
+type Gather = dyn FnMut(&[u8]) -> annulus::Result<Vec<Vec<u8>>>;
 
 fn main() -> Result<()> {
     #[cfg(feature = "mpi")]
@@ -102,13 +103,11 @@ struct Ranks {
     leaves: Vec<usize>,
     /// Layers with a window, and without.
     options: [Options; 2],
-    /// Collects the bytes of every rank on every rank.
-    gather: Box<dyn FnMut(&[u8]) -> annulus::Result<Vec<Vec<u8>>>>,
+    gather: Box<Gather>,
 }
 
 impl Ranks {
     fn new(leaves: usize, local_ranks: usize) -> Result<Self> {
-        let rows = leaves * LEAF;
         let causal = Attention::new().causal(true).reproducible(true);
         let division = Division::new().layout(Layout::Zigzag);
         let options = [causal.clone().sliding_window(WINDOW - 1, 0), causal.clone()]
@@ -117,6 +116,7 @@ impl Ranks {
         if annulus::comm::mpi::is_alive() {
             use annulus::{Control, comm};
             let mut ring = comm::mpi::Mpi::world(Default::default()).map_err(Error::wrap)?;
+            let rows = leaves * LEAF;
             let dims = annulus::Dims::new(1, rows, HEADS, HEAD_DIM).kv_heads(KV_HEADS);
             let rank = ring.rank();
             let own = division.rank_rows(&causal, dims, ring.ranks(), rank).map_err(Error::wrap)?;

@@ -91,7 +91,7 @@ impl Case {
                 let segment = (row * self.segments / len) as i64;
                 if self.segments > 1 && row * 4 >= len * 3 { -1 } else { segment }
             });
-            Tensor::from_vec(ids.collect(), (self.dims.batch, len), &CPU).unwrap()
+            Tensor::from_vec(ids.collect(), (self.dims.batch, len), &CPU).expect("ids of every row")
         };
         (self.segments > 0).then(|| [ids(self.dims.q_len), ids(self.dims.kv_len)])
     }
@@ -99,7 +99,7 @@ impl Case {
     /// Returns 1 for visible pairs, else 0: `[batch, 1, q_len, kv_len]`, f64.
     fn mask(&self) -> Result<Tensor> {
         let Dims { batch, q_len, kv_len, .. } = self.dims;
-        let ids = self.ids().map(|ids| ids.map(|ids| ids.to_vec2::<i64>().unwrap()));
+        let ids = self.ids().map(|ids| ids.map(|ids| ids.to_vec2::<i64>().expect("integers")));
         let mut mask = Vec::new();
         for b in 0..batch {
             for i in 0..q_len {
@@ -396,11 +396,7 @@ fn ranks_over_a_transport_equal_one_rank_bit_for_bit() -> Result<()> {
 
 #[test]
 fn a_derivative_of_a_gradient_is_an_error() -> Result<()> {
-    let draw = |seed| {
-        Ok::<_, candle_core::Error>(Var::from_tensor(
-            &Random(seed).tensor(&[1, 9, 2, 4], DType::F64)?,
-        )?)
-    };
+    let draw = |seed| Var::from_tensor(&Random(seed).tensor(&[1, 9, 2, 4], DType::F64)?);
     let [q, k, v] = [draw(1)?, draw(2)?, draw(3)?];
     let bias = Var::from_tensor(&Random(4).tensor(&[1, 2, 9, 9], DType::F64)?)?;
     let options = Options::new(Attention::new()).bias(bias.as_tensor().clone());
