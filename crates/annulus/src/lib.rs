@@ -60,9 +60,11 @@ mod tensors;
 pub use annulus_comm as comm;
 pub use annulus_comm::ring::Report;
 pub use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, Precision, Result,
-    SinkShape, Spec,
+    Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, LEAF_ROWS, Precision,
+    Result, SinkShape, Spec,
 };
+/// Host memory, and the traits of a transport: of its blocks, and of its control messages.
+pub use annulus_core::{Control, Host, Transport};
 pub use annulus_plan::{Layout, Route, Strategy};
 pub use attention::Attention;
 pub use cache::{Cache, CacheShape};
