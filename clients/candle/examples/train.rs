@@ -114,7 +114,7 @@ impl Ranks {
             .map(|attention| Options::new(attention).division(division.clone()));
         #[cfg(feature = "mpi")]
         if annulus::comm::mpi::is_alive() {
-            use annulus::{Control, comm};
+            use annulus::comm::{self, Control};
             let mut ring = comm::mpi::Mpi::world(Default::default()).map_err(Error::wrap)?;
             let rows = leaves * LEAF;
             let dims = annulus::Dims::new(1, rows, HEADS, HEAD_DIM).kv_heads(KV_HEADS);
@@ -128,7 +128,7 @@ impl Ranks {
                 options: [windowed?, global?],
                 gather: Box::new(move |bytes| {
                     round += 1;
-                    comm::all_gather::<annulus::Host>(&mut ring, round, bytes)
+                    comm::all_gather::<comm::Host>(&mut ring, round, bytes)
                 }),
             });
         }

@@ -63,8 +63,6 @@ pub use annulus_core::{
     Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, LEAF_ROWS, Precision,
     Result, SinkShape, Spec,
 };
-/// Host memory, and the traits of a transport: of its blocks, and of its control messages.
-pub use annulus_core::{Control, Host, Transport};
 pub use annulus_plan::{Layout, Route, Strategy};
 pub use attention::Attention;
 pub use cache::{Cache, CacheShape};

@@ -45,6 +45,9 @@ pub mod staged;
 pub mod threads;
 pub mod trace;
 
+/// Host memory, and the traits of a transport: of its blocks, and of its control messages.
+pub use annulus_core::{Control, Host, Transport};
+
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
 pub use calls::{Report, caught};
 pub use checksum::Checksum;
