@@ -23,7 +23,11 @@ import annulus_attention as annulus
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "### Python", "docs/python.md": "# Python", "python/README.md": "# annulus-attention"}
+PAGES = {
+    "README.md": "### Python",
+    "docs/python.md": "# Python",
+    "python/README.md": "# annulus-attention",
+}
 LENGTHS = {"q_len": 64, "q_heads": 4, "head_dim": 16}
 TOKENS = 4096
 """Length of the sequence that the examples shard."""
