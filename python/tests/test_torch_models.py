@@ -471,3 +471,20 @@ def test_an_example_gives_the_same_on_every_number_of_ranks(example: str) -> Non
     losses = [[float(line.split()[-1]) for line in text.splitlines()] for text in said]
     assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
     assert all(abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)), said
+
+
+@needs_mpi
+def test_the_trainer_of_transformers_gives_the_same_loss_on_every_number_of_ranks() -> None:
+    """With checkpointed activations, accumulated gradients and, in the second loop, autocast."""
+    example = "../examples/trainer.py"
+    said = [
+        launch(1, example, program_arguments=["eager"]),
+        *(launch(ranks, example) for ranks in (1, 3)),
+    ]
+    eager, one, three = (
+        [(line.split()[0], float(line.split()[-1])) for line in text.splitlines()] for text in said
+    )
+    assert len(eager) == 12 and eager[5][1] < eager[0][1] and eager[11][1] < eager[6][1]
+    for other in (one, three):
+        for (kind, want), (_, got) in zip(eager, other, strict=True):
+            assert abs(got - want) < {"Llama": 2e-5, "Gemma2": 2e-3}[kind], said
