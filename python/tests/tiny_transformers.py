@@ -32,7 +32,7 @@ LENGTH = 12
 
 # (pattern of a field's name, value); the first match counts
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|^n_vocab|num_embeddings$", WORDS),
+    (r"vocab_size|^n_vocab|num_embeddings$|^n_words$|group_vocab$", WORDS),
     (r"(max_position|max_seq|max_source|max_target|n_positions|n_ctx|context_length)", 128),
     (
         r"^(num_)?(key_value|kv)_heads$|num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group",
@@ -79,6 +79,8 @@ MISSING = {
 }
 """Values of fields that have no default."""
 TWEAKS: dict[str, dict[str, Any]] = {
+    "Blip2Config": {"image_token_index": 7},
+    "CohereCompassTextConfig": {"layer_types": ["sliding_attention"] * 2},
     "DbrxConfig": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -91,6 +93,9 @@ TWEAKS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "NemotronConfig": {"num_key_value_heads": 2},
+    "Ernie4_5_VLMoeTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    },
     "Florence2VisionConfig": {
         "embed_dim": [8, 16, 32, 32],
         "depths": [1, 1, 1, 1],
@@ -108,7 +113,18 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "HunYuanVLTextConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1] * 4}
     },
+    "InstructBlipConfig": {"image_token_index": 7},
     "Lfm2MoeConfig": {"layer_types": ["full_attention", "conv"]},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "Sam2HieraDetConfig": {"hidden_size": 96},
+    "Step3p7TextConfig": {"sliding_window": 4},
+    "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},
 }
 """Small values of fields that agree with others, or have no default."""
 IDS = re.compile(r"(token_id|token_index|_idx|token_ids)$")
@@ -248,7 +264,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
             continue
         spread(model)
         model = model.float().eval()
-        for given in inputs(model):
+        for given in with_image_tokens(model, inputs(model), failures):
             try:
                 with torch.no_grad():
                     outputs = model(**given)
@@ -262,6 +278,24 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     raise RuntimeError(
         " | ".join(str(text).replace("\n", " ")[:260] for text in dict.fromkeys(failures))
     )
+
+
+def with_image_tokens(
+    model: Any, found: Iterator[dict[str, Any]], failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields inputs, and after a failure for want of tokens of images, the same with such tokens.
+
+    ``failures`` are those of the inputs so far.
+    """
+    token = getattr(model.config, "image_token_id", None)
+    for given in found:
+        count = len(failures)
+        yield given
+        message = re.search(r"tokens: 0, features: (\d+)", "".join(failures[count:]))
+        if message and token is not None and "input_ids" in given:
+            ids = given["input_ids"]
+            images = ids.new_full((2, int(message[1]) // 2), token)
+            yield {**given, "input_ids": torch.cat([ids[:, :2], images, ids[:, 2:]], -1)}
 
 
 def parameters_of(cls: Any, config: Any) -> int:
@@ -361,6 +395,10 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
         base |= extra
     if required <= base.keys():
         yield dict(base)
+    if "encoder_hidden_states" in parameters and "query_embeds" in base:
+        width = config.encoder_hidden_size
+        states = torch.randn(2, 6, width, generator=generator)
+        yield {**base, "encoder_hidden_states": states}
     grids = [name for name in ("grid_thw", "image_grid_thw") if name in required]
     if grids:
         for width in patch_widths(config):
@@ -394,9 +432,10 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": image()}
         yield {**base, "pixel_values": image()[:, None].expand(-1, 4, -1, -1, -1)}
         yield {"pixel_values": image()[:, None].repeat(1, 2, 1, 1, 1)}
-        frames = getattr(config, "num_frames", None)
+        frames = getattr(getattr(config, "vision_config", config), "num_frames", None)
         if isinstance(frames, int):
             yield {"pixel_values": image()[:, None].repeat(1, frames, 1, 1, 1)}
+            yield {**base, "pixel_values": image()[:, None].repeat(1, frames, 1, 1, 1)}
         if "decoder_input_ids" in base:
             yield {"pixel_values": image(), "decoder_input_ids": base["decoder_input_ids"]}
         if "pixel_mask" in parameters or True:
@@ -412,7 +451,7 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
     if "input_features" in parameters:
         frames = 2 * (getattr(config, "max_source_positions", 16) or 16)
         for bins in dict.fromkeys((sound_bins(config), 2 * sound_bins(config), 128)):
-            for length in (frames, 3000, 200, 64, 16):
+            for length in (frames, 3000, 200, 96, 64, 16):
                 across = {"input_features": torch.randn(2, bins, length, generator=generator)}
                 along = {"input_features": torch.randn(2, length, bins, generator=generator)}
                 if "input_features_mask" in parameters:
