@@ -396,6 +396,18 @@ def test_classes_of_transformers(name: str) -> None:
     assert sweep.compare() == "equal" and len(sweep.rows) >= 6, sweep.rows
 
 
+@pytest.mark.parametrize("name", ["Gemma4AudioModel", "InformerModel"])
+def test_masks_that_a_model_cuts_or_measures(name: str) -> None:
+    pytest.importorskip("transformers")
+    from transformers_cases import Sweep
+
+    sweep = Sweep(name)
+    kind = sweep.compare()
+    # the attention of the first, and of one layer of the second, is the model's own
+    assert kind == ("eager only" if "Audio" in name else "equal")
+    assert sweep.rows["plain"] == sweep.rows["train"] == "equal", sweep.rows
+
+
 def test_cross_attention_of_any_lengths() -> None:
     transformers = pytest.importorskip("transformers")
     annulus.torch.register()
