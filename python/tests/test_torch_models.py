@@ -10,11 +10,11 @@ import pytest
 from helpers import random
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 torch = pytest.importorskip("torch")
 
-import annulus.torch  # noqa: E402  (imports torch)
+import annulus_attention.torch  # noqa: E402  (imports torch)
 
 torch.set_num_threads(1)
 F = torch.nn.functional
@@ -396,6 +396,18 @@ def test_classes_of_transformers(name: str) -> None:
     assert sweep.compare() == "equal" and len(sweep.rows) >= 6, sweep.rows
 
 
+@pytest.mark.parametrize("name", ["Gemma4AudioModel", "InformerModel"])
+def test_masks_that_a_model_cuts_or_measures(name: str) -> None:
+    pytest.importorskip("transformers")
+    from transformers_cases import Sweep
+
+    sweep = Sweep(name)
+    kind = sweep.compare()
+    # the attention of the first, and of one layer of the second, is the model's own
+    assert kind == ("eager only" if "Audio" in name else "equal")
+    assert sweep.rows["plain"] == sweep.rows["train"] == "equal", sweep.rows
+
+
 def test_cross_attention_of_any_lengths() -> None:
     transformers = pytest.importorskip("transformers")
     annulus.torch.register()
@@ -471,3 +483,20 @@ def test_an_example_gives_the_same_on_every_number_of_ranks(example: str) -> Non
     losses = [[float(line.split()[-1]) for line in text.splitlines()] for text in said]
     assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
     assert all(abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)), said
+
+
+@needs_mpi
+def test_the_trainer_of_transformers_gives_the_same_loss_on_every_number_of_ranks() -> None:
+    """With checkpointed activations, accumulated gradients and, in the second loop, autocast."""
+    example = "../examples/trainer.py"
+    said = [
+        launch(1, example, program_arguments=["eager"]),
+        *(launch(ranks, example) for ranks in (1, 3)),
+    ]
+    eager, one, three = (
+        [(line.split()[0], float(line.split()[-1])) for line in text.splitlines()] for text in said
+    )
+    assert len(eager) == 12 and eager[5][1] < eager[0][1] and eager[11][1] < eager[6][1]
+    for other in (one, three):
+        for (kind, want), (_, got) in zip(eager, other, strict=True):
+            assert abs(got - want) < {"Llama": 2e-5, "Gemma2": 2e-3}[kind], said

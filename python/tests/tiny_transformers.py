@@ -32,7 +32,7 @@ LENGTH = 12
 
 # (pattern of a field's name, value); the first match counts
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|^n_vocab|num_embeddings$", WORDS),
+    (r"vocab_size|^n_vocab|num_embeddings$|^n_words$|group_vocab$", WORDS),
     (r"(max_position|max_seq|max_source|max_target|n_positions|n_ctx|context_length)", 128),
     (
         r"^(num_)?(key_value|kv)_heads$|num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group",
@@ -58,6 +58,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(intermediate|ffn|mlp_dim|d_ff|feed_?forward|d_inner|n_inner|mlp_hidden|ffw)", 48),
     (r"image_size|img_size|crop_size", 32),
     (r"^patch_size$", 8),
+    (r"upsample_groups", 32),
     (
         r"(hidden_size|^d_model$|n_embd|^dim$|embed_dim|hidden_dim|embedding_size|embedding_dim|^width$"
         r"|projection_dim|out_hidden_size|d_embed|projector_dim|proj_dim|encoder_dim|decoder_dim)",
@@ -78,6 +79,8 @@ MISSING = {
 }
 """Values of fields that have no default."""
 TWEAKS: dict[str, dict[str, Any]] = {
+    "Blip2Config": {"image_token_index": 7},
+    "CohereCompassTextConfig": {"layer_types": ["sliding_attention"] * 2},
     "DbrxConfig": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -90,6 +93,9 @@ TWEAKS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "NemotronConfig": {"num_key_value_heads": 2},
+    "Ernie4_5_VLMoeTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    },
     "Florence2VisionConfig": {
         "embed_dim": [8, 16, 32, 32],
         "depths": [1, 1, 1, 1],
@@ -104,7 +110,21 @@ TWEAKS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": WORDS,
         "activation_sparsity_pattern": [0.0, 0.0],
     },
+    "HunYuanVLTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1] * 4}
+    },
+    "InstructBlipConfig": {"image_token_index": 7},
     "Lfm2MoeConfig": {"layer_types": ["full_attention", "conv"]},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "Sam2HieraDetConfig": {"hidden_size": 96},
+    "Step3p7TextConfig": {"sliding_window": 4},
+    "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},
 }
 """Small values of fields that agree with others, or have no default."""
 IDS = re.compile(r"(token_id|token_index|_idx|token_ids)$")
@@ -235,7 +255,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
             if hasattr(config, "use_cache"):
                 config.use_cache = False
             count = parameters_of(cls, config)
-            if count > 20_000_000:
+            if count > 40_000_000:
                 failures.append(f"{count} parameters")
                 continue
             model = cls._from_config(config, attn_implementation="eager")
@@ -244,7 +264,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
             continue
         spread(model)
         model = model.float().eval()
-        for given in inputs(model):
+        for given in with_image_tokens(model, inputs(model), failures):
             try:
                 with torch.no_grad():
                     outputs = model(**given)
@@ -258,6 +278,24 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     raise RuntimeError(
         " | ".join(str(text).replace("\n", " ")[:260] for text in dict.fromkeys(failures))
     )
+
+
+def with_image_tokens(
+    model: Any, found: Iterator[dict[str, Any]], failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields inputs, and after a failure for want of tokens of images, the same with such tokens.
+
+    ``failures`` are those of the inputs so far.
+    """
+    token = getattr(model.config, "image_token_id", None)
+    for given in found:
+        count = len(failures)
+        yield given
+        message = re.search(r"tokens: 0, features: (\d+)", "".join(failures[count:]))
+        if message and token is not None and "input_ids" in given:
+            ids = given["input_ids"]
+            images = ids.new_full((2, int(message[1]) // 2), token)
+            yield {**given, "input_ids": torch.cat([ids[:, :2], images, ids[:, 2:]], -1)}
 
 
 def parameters_of(cls: Any, config: Any) -> int:
@@ -294,7 +332,12 @@ def extras(config: Any, generator: Any) -> dict[str, Any]:
         "qformer_input_ids": torch.randint(5, 50, (2, 6), generator=generator),
         "latents": torch.randn(2, LENGTH, width, generator=generator),
         "num_frames": 4,
-        "input_features_mask": torch.ones(2, 64, dtype=torch.long),
+        "past_time_features": torch.zeros(2, LENGTH - 1, getattr(config, "num_time_features", 0)),
+        "past_observed_mask": torch.ones(2, LENGTH - 1),
+        "past_values": torch.randn(2, LENGTH - 1, generator=generator).abs(),
+        "past_values_padding": torch.zeros(2, LENGTH - 1, dtype=torch.long),
+        "freq": torch.zeros(2, 1, dtype=torch.long),
+        "merge_sizes": torch.tensor([2, 2]),
         "timestep": torch.tensor([3, 5]),
         "encoder_hidden_states": torch.randn(2, LENGTH, width, generator=generator),
     }
@@ -305,7 +348,15 @@ def patch_widths(config: Any) -> list[int]:
     channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3) or 3
     patch = getattr(config, "patch_size", 8)
     times = getattr(config, "temporal_patch_size", 1)
-    return [channels * patch * patch * times, channels * patch * patch, config.hidden_size]
+    image = channels * patch * patch
+    return [image * times, image, config.hidden_size, image * 2]
+
+
+def sound_bins(config: Any) -> int:
+    """Returns the number of values of a frame of sound."""
+    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
+    fields = "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "input_size"
+    return next((getattr(audio, name) for name in fields if getattr(audio, name, None)), 80)
 
 
 def inputs(model: Any) -> Iterator[dict[str, Any]]:
@@ -327,18 +378,6 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
         channels = channels if isinstance(channels, int) else 3
         return torch.randn(2, channels, *size, generator=generator)
 
-    def sound(length: int) -> Any:
-        audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
-        bins = next(
-            (
-                getattr(audio, name)
-                for name in ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
-                if getattr(audio, name, None)
-            ),
-            80,
-        )
-        return bins, length
-
     base: dict[str, Any] = {}
     if "input_ids" in parameters:
         base["input_ids"] = ids()
@@ -356,22 +395,47 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
         base |= extra
     if required <= base.keys():
         yield dict(base)
+    if "encoder_hidden_states" in parameters and "query_embeds" in base:
+        width = config.encoder_hidden_size
+        states = torch.randn(2, 6, width, generator=generator)
+        yield {**base, "encoder_hidden_states": states}
     grids = [name for name in ("grid_thw", "image_grid_thw") if name in required]
     if grids:
         for width in patch_widths(config):
             patches = torch.randn(32, width, generator=generator)
-            grid = {grids[0]: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+            grid = {**extra, grids[0]: torch.tensor([[1, 4, 4], [1, 4, 4]])}
             yield {
                 ("hidden_states" if "hidden_states" in parameters else "pixel_values"): patches,
                 **grid,
             }
+        channels, patch = getattr(config, "num_channels", 3), getattr(config, "patch_size", 8)
+        patches = torch.randn(32, channels, patch, patch, generator=generator)
+        yield {"pixel_values": patches, **grid}
         return
+    if "spatial_shapes" in parameters:
+        width = 3 * getattr(config, "vision_config", config).patch_size ** 2
+        yield {
+            **{name: one for name, one in base.items() if name == "input_ids"},
+            "pixel_values": torch.randn(2, 16, width, generator=generator),
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[4, 4], [2, 8]]),
+        }
+    if "flattened_patches" in parameters:
+        width = config.vision_config.patch_embed_hidden_size
+        patches = torch.randn(2, 16, 2 + width, generator=generator)
+        patches[..., :2] = torch.arange(1, 33).view(1, 16, 2) % 8
+        yield {**base, "flattened_patches": patches}
     if "bbox" in parameters:
         yield {**base, "bbox": torch.zeros(2, LENGTH, 4, dtype=torch.long)}
     if "pixel_values" in parameters:
         yield {**base, "pixel_values": image()}
         yield {"pixel_values": image()}
         yield {**base, "pixel_values": image()[:, None].expand(-1, 4, -1, -1, -1)}
+        yield {"pixel_values": image()[:, None].repeat(1, 2, 1, 1, 1)}
+        frames = getattr(getattr(config, "vision_config", config), "num_frames", None)
+        if isinstance(frames, int):
+            yield {"pixel_values": image()[:, None].repeat(1, frames, 1, 1, 1)}
+            yield {**base, "pixel_values": image()[:, None].repeat(1, frames, 1, 1, 1)}
         if "decoder_input_ids" in base:
             yield {"pixel_values": image(), "decoder_input_ids": base["decoder_input_ids"]}
         if "pixel_mask" in parameters or True:
@@ -379,21 +443,24 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
             yield {**base, "pixel_values": torch.randn(2, 3, 224, 224, generator=generator)}
             yield {"pixel_values": torch.randn(2, 3, 224, 224, generator=generator)}
     if "pixel_values_videos" in parameters:
-        yield {"pixel_values_videos": image()[:, None].expand(-1, 4, -1, -1, -1)}
+        for count in dict.fromkeys((4, 16, getattr(config, "num_frames", 4))):
+            video = image()[:, None].repeat(1, count, 1, 1, 1)
+            yield {"pixel_values_videos": video}
+            yield {**base, "pixel_values_videos": video}
     decoder = {name: given for name, given in base.items() if name.startswith("decoder")}
     if "input_features" in parameters:
-        bins, _ = sound(0)
         frames = 2 * (getattr(config, "max_source_positions", 16) or 16)
-        for length in (frames, 3000, 64, 16):
-            yield {
-                **decoder,
-                "input_features": torch.randn(2, bins, length, generator=generator),
-            }
-            yield {
-                **decoder,
-                "input_features": torch.randn(2, length, bins, generator=generator),
-            }
-            yield {**base, "input_features": torch.randn(2, bins, length, generator=generator)}
+        for bins in dict.fromkeys((sound_bins(config), 2 * sound_bins(config), 128)):
+            for length in (frames, 3000, 200, 96, 64, 16):
+                across = {"input_features": torch.randn(2, bins, length, generator=generator)}
+                along = {"input_features": torch.randn(2, length, bins, generator=generator)}
+                if "input_features_mask" in parameters:
+                    mask = torch.ones(2, length, dtype=torch.long)
+                    yield {**decoder, **across, "input_features_mask": mask}
+                    yield {**decoder, **along, "input_features_mask": mask.bool()}
+                yield {**decoder, **across}
+                yield {**decoder, **along}
+                yield {**base, **across}
     if "input_values" in parameters:
         for shape in ((2, 4000), (2, 1, 4000), (2, 1024, 128), (2, 64, 80)):
             yield {**decoder, "input_values": torch.randn(*shape, generator=generator)}

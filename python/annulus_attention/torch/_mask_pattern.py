@@ -144,6 +144,8 @@ def is_sharded() -> bool:
     return not np.array_equal(sharding.shard.q_rows, np.arange(sharding.shard.kv_len))
 
 
+READS_MASK = ("isinstance(attention_mask, torch.Tensor)", "attention_mask.size() != (bsz")
+"""Texts of modules of transformers whose models read the type or the sizes of their mask."""
 OPERATORS = (
     "add and eq ge getitem gt invert le lt mul ne neg or radd rand rmul ror rsub sub truediv xor"
 )
@@ -195,10 +197,12 @@ def mask_pattern(
         "attention_mask": attention_mask,
         **{name: others[name] for name in ("batch_size", "use_vmap", "device") if name in others},
     }
-    if _asks_for_tensor(type(others.get("config")).__module__):
+    configuration: Any = type(others.get("config"))
+    if _asks_for_tensor(configuration):
         from transformers.masking_utils import eager_mask
 
-        return eager_mask(**arguments, dtype=others["dtype"])
+        skips = others.get("allow_is_bidirectional_skip", False)
+        return eager_mask(**arguments, dtype=others["dtype"], allow_is_bidirectional_skip=skips)
     try:
         found = _conditions(mask_function)
     except Unsupported as error:
@@ -215,15 +219,22 @@ def mask_pattern(
 
 
 @cache
-def _asks_for_tensor(configuration: str) -> bool:
-    """Returns True if a model reads the type of its mask, by the module of its configuration.
+def _asks_for_tensor(configuration: type) -> bool:
+    """Returns True if models of a configuration read the type or the sizes of their mask.
 
-    DeepSeek-V4 appends keys, and extends its mask if that is a tensor.
+    DeepSeek-V4 appends keys, and extends its mask if that is a tensor. Encoders of sound of Gemma 4
+    cut it into blocks, and Informer checks its shape, for attention of their own.
     """
-    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
-    if module is None or not configuration.startswith("transformers.models."):
+    name = configuration.__module__
+    module = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    if module is None or not name.startswith("transformers.models."):
         return False
-    return "isinstance(attention_mask, torch.Tensor)" in inspect.getsource(module)
+    source = inspect.getsource(module)
+    if any(text in source for text in READS_MASK):
+        return True
+    models = [one for one in vars(module).values() if inspect.isclass(one)]
+    own = [one for one in models if getattr(one, "config_class", None) is configuration]
+    return any("finfo(mask_4d.dtype)" in inspect.getsource(one) for one in own)
 
 
 def _tensor(arguments: dict[str, Any]) -> Any:

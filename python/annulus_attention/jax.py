@@ -4,6 +4,13 @@
 runtime calls a pass (``jax.ffi``), which reads operands and writes results in XLA's buffers. Its
 gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call gives
 the bits of an eager one. Forward mode and second derivatives are refused.
+
+Options are constants of a trace; query, key and value have one element type. Without
+``jax_enable_x64``, ids and positions beyond 32 bits are refused, and ``return_max_sum`` always,
+whose results have no gradient. Sharded arrays are gathered: each device of the mesh computes the
+whole attention. Under ``jax.shard_map`` and ``jax.pmap`` each device computes its own part, and the
+gradient of a replicated operand is the sum over devices. A program that another process compiled
+(``jax_compilation_cache_dir``) is compiled again. Plans are reused; ``clear_plans`` frees them.
 """
 
 from __future__ import annotations
