@@ -1,105 +1,89 @@
-// FLASH_ATTN_EXT of ggml, computed by annulus on the CPU.
+// FLASH_ATTN_EXT on several threads:
 //
-// For each batch row and chunk of queries:
-//   masks:  the additive f16 mask -> visible (u8) and, if it adds anything, bias (f32)
-//   tasks:  (KV heads, queries, keys), in parallel, each on one thread with plans of its own
-//   merge:  partial results of tasks over different keys, by their lse
-// A task of few queries has all heads and a share of the keys; otherwise one KV head and all keys.
+//   for each batch row and chunk of queries:
+//     read the mask
+//     for each task, in parallel:  attend               few queries: all heads, a share of the keys
+//     merge tasks of other keys                         many: one KV head, all keys
 #pragma once
 
-#include <annulus.hpp>
-#include <ggml.h>
+#include "worker.hpp"
 
-#include <array>
-#include <cstdint>
-#include <map>
-#include <vector>
+#include <exception>
+#include <omp.h>
 
 namespace ggml_annulus {
 
-// Returns nullptr if the node is served, else why it is refused.
-const char *refusal(const ggml_tensor *node);
-
-// Indices from first to end, which is not included.
-struct Range {
-  int64_t first, end;
-  int64_t size() const { return end - first; }
-};
-
-// Tensors and parameters of a node. A head is a query head unless it is called a KV head.
-struct Node {
-  explicit Node(ggml_tensor *node);
-  // Factor of the mask for a head (ALiBi).
-  float slope(int64_t head) const;
-
-  const ggml_tensor *q, *k, *v, *mask, *sinks;
-  float *out;  // [batch, queries, heads, value_dim]
-  int64_t batch, queries, keys, heads, kv_heads, group, head_dim, value_dim;
-  float scale, max_bias, cap;
-  int32_t dtype;  // of a pass, an ANNULUS_ constant
-  bool widens;    // K and V are copied to f32, block by block
-};
-
-// The mask of a batch row and a chunk of queries, as annulus takes it.
-struct Masks {
-  int64_t heads = 0, queries = 0, keys = 0;
-  bool hides = false, adds = false;
-  std::vector<uint8_t> visible;  // [heads, queries, keys], if it hides a pair
-  std::vector<float> bias;       // likewise, if a visible pair has a number other than 0
-  uint64_t version = 0;          // of visible: as long as it is the same, so are the bytes
-};
-
-// What one call of annulus computes, and where. Queries count from the first of the chunk.
-struct Task {
-  int64_t batch;
-  int64_t chunk;      // first query of the chunk
-  Range kv_heads, queries, keys;
-  float *out;         // of the first query and head; rows are heads * value_dim apart
-  float *lse;         // likewise, [heads, queries of the chunk]
-};
-
-// Plans and memory of one thread.
-class Worker {
- public:
-  void attend(const Node &node, const Masks &masks, const Task &task);
-
- private:
-  // Shape and parameters of a plan.
-  using Key = std::array<int64_t, 11>;
-  // A part of the mask of some version; all zeros: everything is visible.
-  using MaskPart = std::array<int64_t, 4>;
-  struct Entry {
-    annulus::plan plan;
-    MaskPart mask;
-    uint64_t used;
-  };
-  Entry &entry(const Node &node, const Task &task, bool sinks, int64_t bias_heads);
-  void pass(const Node &node, const Masks &masks, const Task &task, const annulus_tensor &k,
-            const annulus_tensor &v, bool sinks);
-  void update(const Node &node, const Masks &masks, const Task &task, Entry &entry);
-
-  std::map<Key, Entry> plans_;
-  uint64_t clock_ = 0;
-  std::vector<float> k_, v_, bias_, out_, lse_, row_;
-  std::vector<uint16_t> q16_, out16_, residual16_;
-};
-
 class Attention {
  public:
-  void set_threads(int threads) { threads_ = threads < 1 ? 1 : threads; }
-  // Computes a node that is served. Throws annulus::error and std::bad_alloc.
-  void compute(ggml_tensor *node);
+  void set_threads(int threads) { threads_ = std::max(1, threads); }
+
+  // Computes a node that is not refused. Throws annulus::error and std::bad_alloc.
+  void compute(const ggml_tensor *tensor) {
+    const Node node(tensor);
+    workers_.resize(std::max<size_t>(workers_.size(), threads_));
+    const int64_t step = std::max<int64_t>(1, CHUNK_PAIRS / (node.bias_heads() * node.keys));
+    for (int64_t batch = 0; batch < node.batch; batch++)
+      for (int64_t first = 0; first < node.queries; first += step) {
+        const Range chunk{first, std::min(first + step, node.queries)};
+        masks_.read(node, batch, chunk, threads_);
+        attend(node, batch, chunk);
+      }
+  }
 
  private:
-  void prepare(const Node &node, int64_t batch, Range chunk);
-  void attend(const Node &node, int64_t batch, Range chunk);
+  static constexpr int64_t CHUNK_PAIRS = 1 << 25;  // of a mask: 128 MiB of bias
+  static constexpr int64_t MIN_KEYS = 256;         // of a task that does not have all
+  static constexpr int64_t MIN_QUERIES = 64;       // likewise
+
+  void attend(const Node &node, int64_t batch, Range chunk) {
+    const int64_t queries = chunk.size(), row = node.heads * node.value_dim;
+    const bool few = queries < FEW_QUERIES;
+    const int64_t heads = few ? node.kv_heads : 1;
+    int64_t rows = queries;
+    // three tasks a thread, if there is not the same number of heads for each
+    if (!few && node.kv_heads % threads_ != 0)
+      rows = std::min(rows, std::max(MIN_QUERIES, rows * node.kv_heads / (3 * threads_)));
+    const int64_t tasks = node.kv_heads / heads * ((queries + rows - 1) / rows);
+    const int64_t wanted = std::max<int64_t>(1, std::min((threads_ + tasks - 1) / tasks,
+                                                         node.keys / MIN_KEYS));
+    const int64_t keys = (node.keys + wanted - 1) / wanted;
+    const int64_t parts = (node.keys + keys - 1) / keys;
+
+    float *out = node.out + (batch * node.queries + chunk.first) * row;
+    lse_.resize(parts * node.heads * queries);
+    parts_.resize((parts - 1) * queries * row);
+    const auto result = [&](int64_t part) {
+      float *data = part == 0 ? out : parts_.data() + (part - 1) * queries * row;
+      return Partial{data, row, lse_.data() + part * node.heads * queries, queries};
+    };
+    std::vector<Task> all;
+    for (int64_t part = 0; part < parts; part++)
+      for (int64_t query = 0; query < queries; query += rows)
+        for (int64_t head = 0; head < node.kv_heads; head += heads) {
+          Partial of_task = result(part);
+          of_task.out += query * row + head * node.group() * node.value_dim;
+          of_task.lse += head * node.group() * queries + query;
+          all.push_back({batch, chunk.first, {head, head + heads},
+                         {query, std::min(query + rows, queries)},
+                         {part * keys, std::min((part + 1) * keys, node.keys)}, of_task});
+        }
+    std::exception_ptr failure;
+#pragma omp parallel for num_threads(threads_) schedule(dynamic, 1)
+    for (size_t index = 0; index < all.size(); index++) try {
+        workers_[omp_get_thread_num()].attend(node, masks_, all[index]);
+      } catch (...) {
+#pragma omp critical
+        failure = std::current_exception();
+      }
+    if (failure) std::rethrow_exception(failure);
+    for (int64_t part = 1; part < parts; part++)
+      result(0).merge(result(part), queries, node.heads, node.value_dim);
+  }
 
   int threads_ = GGML_DEFAULT_N_THREADS;
-  Masks masks_;
-  std::vector<uint8_t> next_visible_;
-  std::array<int64_t, 3> visible_shape_{};
+  Masks masks_{};
   std::vector<Worker> workers_;
-  std::vector<float> lse_, partial_out_, partial_lse_;
+  std::vector<float> lse_, parts_;
 };
 
 }  // namespace ggml_annulus

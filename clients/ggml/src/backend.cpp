@@ -1,18 +1,17 @@
 // The backend of ggml: one device, tensors in ggml's own CPU buffers, FLASH_ATTN_EXT only. ggml
-// finds ggml_backend_init in the library that GGML_BACKEND_PATH names.
+// calls ggml_backend_init of the library that GGML_BACKEND_PATH names.
 #include "attention.hpp"
 
 #include <ggml-backend-impl.h>
-#include <ggml-backend.h>
 #include <ggml-impl.h>
 
-#include <cstring>
-#include <exception>
 #include <string>
 
 namespace {
 
 using ggml_annulus::Attention;
+using Device = ggml_backend_dev_t;
+using Registry = ggml_backend_reg_t;
 
 constexpr char NAME[] = "ANNULUS";
 ggml_guid GUID = {0x4d, 0x9b, 0x1e, 0x60, 0x2a, 0xc7, 0x47, 0x35,
@@ -27,18 +26,9 @@ Attention &attention(ggml_backend_t backend) { return *static_cast<Attention *>(
 
 void set_threads(ggml_backend_t backend, int threads) { attention(backend).set_threads(threads); }
 
-// A stream of graphs.
-
-const char *backend_name(ggml_backend_t) { return NAME; }
-
-void backend_free(ggml_backend_t backend) {
-  delete &attention(backend);
-  delete backend;
-}
-
 ggml_status compute(ggml_backend_t backend, ggml_cgraph *graph) {
   for (int index = 0; index < graph->n_nodes; index++) {
-    ggml_tensor *node = graph->nodes[index];
+    const ggml_tensor *node = graph->nodes[index];
     if (is_view(node->op) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) continue;
     try {
       attention(backend).compute(node);
@@ -50,88 +40,90 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph *graph) {
   return GGML_STATUS_SUCCESS;
 }
 
-// The device.
-
-const char *device_name(ggml_backend_dev_t) { return NAME; }
-
-const char *device_description(ggml_backend_dev_t) {
-  static const std::string text = std::string("attention by annulus ") + annulus_version();
-  return text.c_str();
-}
-
-// It has no memory of its own.
-void device_memory(ggml_backend_dev_t, size_t *free, size_t *total) { *free = *total = 0; }
-
-enum ggml_backend_dev_type device_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
-
-void device_properties(ggml_backend_dev_t device, ggml_backend_dev_props *properties) {
-  properties->name = device_name(device);
-  properties->description = device_description(device);
-  properties->type = device_type(device);
-  device_memory(device, &properties->memory_free, &properties->memory_total);
-  properties->caps = {};
-  properties->caps.buffer_from_host_ptr = true;
-}
-
-ggml_backend_t device_open(ggml_backend_dev_t device, const char *) {
+ggml_backend_t open(Device device, const char *) {
   ggml_backend_i functions{};
-  functions.get_name = backend_name;
-  functions.free = backend_free;
+  functions.get_name = [](ggml_backend_t) { return NAME; };
+  functions.free = [](ggml_backend_t backend) {
+    delete &attention(backend);
+    delete backend;
+  };
   functions.graph_compute = compute;
   return new ggml_backend{&GUID, functions, device, new Attention};
 }
 
-ggml_backend_buffer_type_t device_buffers(ggml_backend_dev_t) {
-  return ggml_backend_cpu_buffer_type();
+// Returns the most dims of a head of ggml's cases that the loaded annulus has.
+int64_t max_dim() {
+  static const int64_t most = [] {
+    annulus::options options;
+    options.batch = options.q_heads = options.kv_heads = options.value_dim = 1;
+    options.head_dim = 576;  // keys of DeepSeek's multi-head latent attention
+    try {
+      annulus::attention{options};
+      return 576;
+    } catch (const annulus::error &) {
+      return 512;
+    }
+  }();
+  return most;
 }
 
-ggml_backend_buffer_t device_buffer(ggml_backend_dev_t, void *data, size_t size, size_t) {
-  return ggml_backend_cpu_buffer_from_ptr(data, size);
-}
-
-bool supports(ggml_backend_dev_t, const ggml_tensor *node) {
+bool supports(Device, const ggml_tensor *node) {
   if (is_view(node->op)) return true;
-  return node->op == GGML_OP_FLASH_ATTN_EXT && !ggml_annulus::refusal(node);
+  if (node->op != GGML_OP_FLASH_ATTN_EXT) return false;
+  return !ggml_annulus::Node(node).refusal(node, max_dim());
 }
 
-bool supports_buffers(ggml_backend_dev_t, ggml_backend_buffer_type_t buffers) {
-  return ggml_backend_buft_is_host(buffers);
+const char *description(Device) {
+  static const std::string text = std::string("attention by annulus ") + annulus_version();
+  return text.c_str();
 }
 
-// The registry.
+// The device has no memory of its own.
+void memory(Device, size_t *free, size_t *total) { *free = *total = 0; }
 
-const char *registry_name(ggml_backend_reg_t) { return NAME; }
+void properties(Device device, ggml_backend_dev_props *all) {
+  *all = {};
+  all->name = NAME;
+  all->description = description(device);
+  all->type = GGML_BACKEND_DEVICE_TYPE_ACCEL;
+  all->caps.buffer_from_host_ptr = true;
+}
 
-size_t device_count(ggml_backend_reg_t) { return 1; }
-
-ggml_backend_dev_t device_at(ggml_backend_reg_t registry, size_t) {
-  static ggml_backend_device device = [registry] {
+Device device(Registry registry, size_t) {
+  static ggml_backend_device only = [registry] {
     ggml_backend_device_i functions{};
-    functions.get_name = device_name;
-    functions.get_description = device_description;
-    functions.get_memory = device_memory;
-    functions.get_type = device_type;
-    functions.get_props = device_properties;
-    functions.init_backend = device_open;
-    functions.get_buffer_type = device_buffers;
-    functions.buffer_from_host_ptr = device_buffer;
+    functions.get_name = [](Device) { return NAME; };
+    functions.get_description = description;
+    functions.get_memory = memory;
+    functions.get_type = [](Device) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; };
+    functions.get_props = properties;
+    functions.init_backend = open;
+    functions.get_buffer_type = [](Device) { return ggml_backend_cpu_buffer_type(); };
+    functions.buffer_from_host_ptr = [](Device, void *data, size_t size, size_t) {
+      return ggml_backend_cpu_buffer_from_ptr(data, size);
+    };
     functions.supports_op = supports;
-    functions.supports_buft = supports_buffers;
+    functions.supports_buft = [](Device, ggml_backend_buffer_type_t buffers) {
+      return ggml_backend_buft_is_host(buffers);
+    };
     return ggml_backend_device{functions, registry, nullptr};
   }();
-  return &device;
+  return &only;
 }
 
-void *function(ggml_backend_reg_t, const char *name) {
-  if (std::strcmp(name, "ggml_backend_set_n_threads") == 0)
-    return reinterpret_cast<void *>(set_threads);
-  return nullptr;
+void *function(Registry, const char *name) {
+  const bool threads = std::strcmp(name, "ggml_backend_set_n_threads") == 0;
+  return threads ? reinterpret_cast<void *>(set_threads) : nullptr;
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {
-  static ggml_backend_reg registry = {
-      GGML_BACKEND_API_VERSION, {registry_name, device_count, device_at, function}, nullptr};
+extern "C" __attribute__((visibility("default"))) Registry ggml_backend_init() {
+  static ggml_backend_reg registry{};
+  registry.api_version = GGML_BACKEND_API_VERSION;
+  registry.iface.get_name = [](Registry) { return NAME; };
+  registry.iface.get_device_count = [](Registry) { return size_t{1}; };
+  registry.iface.get_device = device;
+  registry.iface.get_proc_address = function;
   return &registry;
 }
