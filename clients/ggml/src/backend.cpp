@@ -51,35 +51,16 @@ ggml_backend_t open(Device device, const char *) {
   return new ggml_backend{&GUID, functions, device, new Attention};
 }
 
-// Returns the most dims of a head of ggml's cases that the loaded annulus has.
-int64_t max_dim() {
-  static const int64_t most = [] {
-    annulus::options options;
-    options.batch = options.q_heads = options.kv_heads = options.value_dim = 1;
-    options.head_dim = 576;  // keys of DeepSeek's multi-head latent attention
-    try {
-      annulus::attention{options};
-      return 576;
-    } catch (const annulus::error &) {
-      return 512;
-    }
-  }();
-  return most;
-}
-
 bool supports(Device, const ggml_tensor *node) {
   if (is_view(node->op)) return true;
   if (node->op != GGML_OP_FLASH_ATTN_EXT) return false;
-  return !ggml_annulus::Node(node).refusal(node, max_dim());
+  return !ggml_annulus::Node(node).refusal(node);
 }
 
 const char *description(Device) {
   static const std::string text = std::string("attention by annulus ") + annulus_version();
   return text.c_str();
 }
-
-// The device has no memory of its own.
-void memory(Device, size_t *free, size_t *total) { *free = *total = 0; }
 
 void properties(Device device, ggml_backend_dev_props *all) {
   *all = {};
@@ -94,7 +75,7 @@ Device device(Registry registry, size_t) {
     ggml_backend_device_i functions{};
     functions.get_name = [](Device) { return NAME; };
     functions.get_description = description;
-    functions.get_memory = memory;
+    functions.get_memory = [](Device, size_t *free, size_t *total) { *free = *total = 0; };
     functions.get_type = [](Device) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; };
     functions.get_props = properties;
     functions.init_backend = open;

@@ -47,6 +47,8 @@ inline annulus_tensor view(const ggml_tensor *of, int64_t batch, Range rows, Ran
                  static_cast<int64_t>(of->nb[2]) / size, 1});
 }
 
+constexpr int64_t MAX_DIM = 512;  // of head_dim and value_dim in annulus.h
+
 struct Node {
   explicit Node(const ggml_tensor *node)
       : q(node->src[0]), k(node->src[1]), v(node->src[2]), mask(node->src[3]), sinks(node->src[4]),
@@ -84,7 +86,7 @@ struct Node {
   }
 
   // Returns nullptr if annulus serves the node, else the reason.
-  const char *refusal(const ggml_tensor *node, int64_t max_dim) const {
+  const char *refusal(const ggml_tensor *node) const {
     if (q->type != GGML_TYPE_F32 || node->type != GGML_TYPE_F32) return "q and out are f32";
     for (const ggml_tensor *kv : {k, v})
       if (kv->type != GGML_TYPE_F32 && !ggml_get_type_traits(kv->type)->to_float)
@@ -92,7 +94,7 @@ struct Node {
     for (const ggml_tensor *rows : {q, k, v})
       if (rows->nb[0] != ggml_type_size(rows->type)) return "rows are contiguous";
     if (!ggml_is_contiguous(node)) return "out is contiguous";
-    if (head_dim > max_dim || value_dim > max_dim) return "dims of a head above those of annulus";
+    if (head_dim > MAX_DIM || value_dim > MAX_DIM) return "more dims than annulus has";
     if (keys < 1 || v->ne[1] != keys || v->ne[2] != kv_heads || heads % kv_heads != 0 ||
         k->ne[3] != batch || v->ne[3] != batch)
       return "shapes of K and V";

@@ -25,13 +25,13 @@ struct Partial {
   void merge(const Partial &other, int64_t rows, int64_t heads, int64_t dim) const {
     for (int64_t head = 0; head < heads; head++)
       for (int64_t query = 0; query < rows; query++) {
-        float &old = this->lse[head * queries + query];
+        float &old = lse[head * queries + query];
         const float added = other.lse[head * other.queries + query];
         if (added == -std::numeric_limits<float>::infinity()) continue;  // nothing is visible
         const float max = std::max(old, added);
-        const float lse = max + std::log(std::exp(old - max) + std::exp(added - max));
-        const float keep = std::exp(old - lse), add = std::exp(added - lse);
-        old = lse;
+        const float both = max + std::log(std::exp(old - max) + std::exp(added - max));
+        const float keep = std::exp(old - both), add = std::exp(added - both);
+        old = both;
         float *into = out + query * row + head * dim;
         const float *from = other.out + query * other.row + head * dim;
         for (int64_t c = 0; c < dim; c++) into[c] = into[c] * keep + from[c] * add;
@@ -76,7 +76,7 @@ class Worker {
   static constexpr int64_t SHORT_BLOCK = 1 << 18, LONG_BLOCK = 1 << 21;
   static constexpr size_t MAX_PLANS = 48;
 
-  using Key = std::array<int64_t, 9>;
+  using Key = std::array<int64_t, 9>;  // shape and parameters of a plan
   struct Entry {
     annulus::plan plan;
     std::array<int64_t, 4> mask;  // version and first head, query and key; zeros: all is visible
@@ -107,9 +107,9 @@ class Worker {
     options.dtype = node.dtype;
     options.softmax_scale = node.scale, options.logits_soft_cap = node.cap;
     options.sinks = options.sinks_per_head = sinks;
+    const float floats[] = {node.scale, node.cap};
     int32_t parameters[2];
-    std::memcpy(parameters, &node.scale, 4);
-    std::memcpy(parameters + 1, &node.cap, 4);
+    std::memcpy(parameters, floats, sizeof parameters);
     const Key key{options.q_len, options.kv_len, options.kv_heads, options.q_heads,
                   (options.head_dim << 32) + options.value_dim, options.dtype * 2 + sinks,
                   bias_heads, parameters[0], parameters[1]};
