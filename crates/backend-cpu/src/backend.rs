@@ -81,8 +81,8 @@ impl Cpu {
     /// Returns the instruction set of the kernels for `spec`.
     ///
     /// A forced instruction set has priority. Otherwise bf16 inputs with [`Precision::Default`] run
-    /// on [`Isa::Avx512Bf16`] where the processor is known to be faster with it, and all other
-    /// specs on [`Cpu::isa`].
+    /// on [`Isa::Amx`] or [`Isa::Avx512Bf16`] where the processor is known to be faster with it, and
+    /// all other specs on [`Cpu::isa`].
     ///
     /// # Errors
     /// As [`Isa::chosen`].
@@ -93,11 +93,8 @@ impl Cpu {
         let may_round_probs = spec.dtype == DType::Bf16
             && spec.precision == Precision::Default
             && spec.leaf_rows.is_none();
-        Ok(if may_round_probs && Isa::bf16_pairs_are_fast() {
-            Isa::Avx512Bf16
-        } else {
-            Isa::widest()
-        })
+        let pairs = if may_round_probs { Isa::fast_pairs() } else { None };
+        Ok(pairs.unwrap_or_else(Isa::widest))
     }
 }
 
@@ -106,14 +103,14 @@ impl Backend for Cpu {
     type Workspace = CpuWorkspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
-    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
-    /// but not in the reproducible order.
+    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs where the instruction
+    /// set [multiplies pairs](Isa::multiplies_pairs), but not in the reproducible order.
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         let isa = self.isa()?;
         spec.validate()?;
         let rounds = spec.dtype == DType::Bf16
             && spec.leaf_rows.is_none()
-            && self.isa_for(spec)? == Isa::Avx512Bf16;
+            && self.isa_for(spec)?.multiplies_pairs();
         Ok(Capabilities {
             name: "cpu",
             numerics_id: id(isa),

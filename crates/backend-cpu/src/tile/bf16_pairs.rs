@@ -18,6 +18,7 @@ use std::ops::Range;
 
 use crate::{
     simd::{
+        amx::TILE_SIZE,
         dispatch::{ArrayKernel, IsaToken, PairKernel, Real},
         vector::{Bf16Pairs, unrolled},
     },
@@ -123,9 +124,10 @@ impl PairKernel for NarrowRows<'_> {
 /// C = C·rescale + Aᵀ·B over pairs, with masked elements skipped: for panels that are not finite,
 /// where 0·NaN would leak.
 pub(crate) struct MaskedPairProducts<'a> {
-    /// Lines of pairs, `stride` apart.
+    /// Pair `p` of row `i` of C is element p·pair_stride + i·row_stride.
     pub(crate) a: &'a [f32],
-    pub(crate) stride: usize,
+    pub(crate) pair_stride: usize,
+    pub(crate) row_stride: usize,
     /// Pairs.
     pub(crate) b: &'a [f32],
     pub(crate) c: &'a mut [f32],
@@ -149,7 +151,7 @@ impl PairKernel for MaskedPairProducts<'_> {
             for v in 0..VECTORS {
                 let mut sum = zero;
                 for (pair, b) in b.iter().enumerate() {
-                    let a = V::splat(self.a[pair * self.stride + i]);
+                    let a = V::splat(self.a[pair * self.pair_stride + i * self.row_stride]);
                     let (low, high) =
                         (visible((2 * pair).checked_sub(skip)), visible(Some(2 * pair + 1 - skip)));
                     let low = low >> (v * WIDTH);
@@ -212,8 +214,8 @@ fn bits<E: TileInput>(element: &E) -> u16 {
     bytemuck::pod_read_unaligned(&bytemuck::bytes_of(element)[..size_of::<u16>()])
 }
 
-/// Packs vectors without widening, two dims per pair, and if `interleaved` has room also two
-/// vectors per line.
+/// Packs vectors without widening, two dims per pair, and if `along_rows` has room also pairs of
+/// two vectors.
 pub(crate) struct PackPairs<'a, 's, E: TileInput> {
     pub(crate) source: &'a TileSource<'s, E>,
     pub(crate) batch: usize,
@@ -222,9 +224,10 @@ pub(crate) struct PackPairs<'a, 's, E: TileInput> {
     /// `[rows][stride]`
     pub(crate) rows_of_pairs: &'a mut [E::Accumulator],
     pub(crate) stride: usize,
-    /// `[pairs of rows][interleaved_stride]`
-    pub(crate) interleaved: &'a mut [E::Accumulator],
-    pub(crate) interleaved_stride: usize,
+    /// `[pairs of rows][along_rows_stride]`, or `[dims][along_rows_stride]` if `transposed`.
+    pub(crate) along_rows: &'a mut [E::Accumulator],
+    pub(crate) along_rows_stride: usize,
+    pub(crate) transposed: bool,
 }
 
 impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
@@ -251,19 +254,28 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
                 }
             }
         }
-        if !self.interleaved.is_empty() {
-            let interleaved: &mut [u32] = bytemuck::cast_slice_mut(self.interleaved);
-            for (two, into) in rows_of_pairs
-                .chunks(2 * line)
-                .zip(interleaved.chunks_exact_mut(self.interleaved_stride))
-            {
-                let (low, high) = two.split_at(line);
-                let dims = line.min(into.len());
-                if high.is_empty() {
-                    into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+        if !self.along_rows.is_empty() {
+            let along_rows: &mut [u32] = bytemuck::cast_slice_mut(self.along_rows);
+            // whole tiles of pairs: stale ones might be NaN, and 0·NaN is NaN
+            let pairs = count.div_ceil(2);
+            for first in (0..pairs).step_by(TILE_SIZE) {
+                let rows: [[&[u16]; 2]; TILE_SIZE] = std::array::from_fn(|pair| {
+                    [0, 1].map(|half| {
+                        let row = 2 * (first + pair) + half;
+                        rows_of_pairs.get(row * line..(row + 1) * line).unwrap_or_default()
+                    })
+                });
+                let words = PairWords { rows };
+                if self.transposed {
+                    for (dim, into) in
+                        along_rows.chunks_exact_mut(self.along_rows_stride).enumerate()
+                    {
+                        into[first..first + TILE_SIZE].copy_from_slice(&words.of_dim(dim));
+                    }
                 } else {
-                    for i in 0..dims {
-                        into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+                    let lines = along_rows.chunks_exact_mut(self.along_rows_stride).skip(first);
+                    for (pair, into) in lines.take(TILE_SIZE).enumerate() {
+                        words.write_pair(pair, into);
                     }
                 }
             }
@@ -271,6 +283,35 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
         // not finite: all exponent bits of the bf16 are set
         rows_of_pairs.iter().fold(0u16, |found, &bits| found | u16::from(bits & 0x7f80 == 0x7f80))
             == 0
+    }
+}
+
+/// Elements of the rows of [`TILE_SIZE`] pairs of rows; missing rows are empty.
+struct PairWords<'a> {
+    rows: [[&'a [u16]; 2]; TILE_SIZE],
+}
+
+impl PairWords<'_> {
+    /// Returns the pairs of one dim; 0 for missing rows and dims.
+    #[inline(always)]
+    fn of_dim(&self, dim: usize) -> [u32; TILE_SIZE] {
+        let of = |row: &[u16]| row.get(dim).map_or(0, |&bits| u32::from(bits));
+        self.rows.map(|[low, high]| of(low) | of(high) << 16)
+    }
+
+    /// Writes the dims of one pair; 0 for missing rows.
+    #[inline(always)]
+    fn write_pair(&self, pair: usize, into: &mut [u32]) {
+        let [low, high] = self.rows[pair];
+        let dims = low.len().min(into.len());
+        if high.is_empty() {
+            into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+            into[dims..].fill(0);
+        } else {
+            for i in 0..dims {
+                into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+            }
+        }
     }
 }
 

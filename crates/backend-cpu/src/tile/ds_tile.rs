@@ -27,6 +27,7 @@ use annulus_core::{Result, Spec};
 
 use crate::{
     simd::{
+        amx::{TILE_SIZE, TileProduct, TileUnit},
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         vector::{Vector, each_row_mut, unrolled},
     },
@@ -176,6 +177,8 @@ impl<A: Real> DsTile<A> {
             };
             if panel.pairs && !panel.finite {
                 kernel.run_masked_pairs(token, vectors);
+            } else if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+                kernel.run_on_tiles(unit, token, vectors);
             } else {
                 A::run_products(token, panel.pairs, vectors, kernel);
             }
@@ -261,6 +264,24 @@ impl<A: Real> DqProducts<'_, A> {
                 unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[r][v]).store(&mut c[v]));
             }
         });
+    }
+
+    /// Computes the product over bf16 pairs on tiles.
+    fn run_on_tiles(self, unit: TileUnit, token: IsaToken, vectors: usize) {
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let product = TileProduct {
+            a: &as_pairs(&tile.elements)[first_row * tile.stride..],
+            a_stride: tile.stride,
+            b: &as_pairs(panel.pairs_along_rows(keys.start))[column..],
+            b_stride: panel.reduction_stride,
+            rows: into.len() / width,
+            c: &mut as_pairs_mut(into)[column..],
+            c_stride: width,
+            chunks: keys.len().div_ceil(2 * TILE_SIZE),
+            tiles: vectors,
+            add: true,
+        };
+        unit.run(token, product);
     }
 
     /// Computes the product over bf16 pairs with masked keys skipped, for panels that are not

@@ -32,6 +32,7 @@ use crate::{
         bf16_pairs::{self, MaskedPairProducts},
         pack::PanelView,
         tile_mask::{RowRanges, TILE, TileMask},
+        tile_products,
     },
 };
 
@@ -101,6 +102,9 @@ pub(crate) fn gemm_nn<A: Real>(
     tile_max: Option<&mut [A]>,
     epilogue: &mut impl GemmEpilogue,
 ) -> TileProducts {
+    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+        return tile_products::nn(unit, (token, vectors), tile_mask, panel, lanes, tile, epilogue);
+    }
     let width = vectors * A::WIDTH;
     let rows = tile_mask.rows();
     let padded_rows = rows.start / MAX_REGISTER_ROWS * MAX_REGISTER_ROWS
@@ -161,8 +165,6 @@ pub(crate) fn gemm_tn<A: Real>(
     epilogue: &mut impl GemmEpilogue,
 ) {
     let rows = tile_mask.rows();
-    let a = panel.reduction_rows(rows);
-    let stride = panel.reduction_stride;
     // rows per line of `probs`
     let step = if panel.pairs { 2 } else { 1 };
     let first = rows.start / step;
@@ -170,35 +172,47 @@ pub(crate) fn gemm_tn<A: Real>(
         (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first)
     };
     let b = &probs[..lines(rows).len() * vectors * A::WIDTH];
-    let masked_words = tile_mask.words().filter(|_| !panel.finite);
+    let every_lane = [!0; TILE];
+    let masked_words = match tile_mask.words() {
+        _ if panel.finite => None,
+        Some(words) => Some(words),
+        // the pair of the first row holds the row before, which is masked
+        None if panel.pairs && !rows.start.is_multiple_of(2) => Some(&every_lane[..rows.len()]),
+        None => None,
+    };
     let mut previous = previous;
     if masked_words.is_some() && matches!(previous, Previous::Overwrite) {
         // a rare case: the kernels that skip masked pairs need no third form
         sums.fill(A::ZERO);
         previous = Previous::Add;
     }
+    if let Some(lane_words) = masked_words.filter(|_| panel.pairs) {
+        let (pair_stride, row_stride) = if panel.transposed {
+            (1, panel.reduction_stride)
+        } else {
+            (panel.reduction_stride, 1)
+        };
+        let kernel = MaskedPairProducts {
+            a: bf16_pairs::as_pairs(panel.pairs_along_rows(rows.start)),
+            pair_stride,
+            row_stride,
+            b: bf16_pairs::as_pairs(b),
+            c: bf16_pairs::as_pairs_mut(sums),
+            rescale: previous.rescale().map(bf16_pairs::as_pairs),
+            lane_words,
+            odd: !rows.start.is_multiple_of(2),
+        };
+        token.run_pair_kernel(vectors, kernel);
+        return;
+    }
+    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+        let a = panel.pairs_along_rows(rows.start);
+        let a = (a, panel.reduction_stride);
+        return tile_products::tn(unit, (token, vectors), a, b, sums, previous, epilogue);
+    }
+    let (a, stride) = (panel.reduction_rows(rows), panel.reduction_stride);
     let gemm = GemmTn { a, stride, b, c: sums, previous, epilogue };
     match masked_words {
-        Some(words) if panel.pairs => {
-            let GemmTn { a, stride, b, c, previous, .. } = gemm;
-            let rescale = previous.rescale();
-            let a = bf16_pairs::as_pairs(a);
-            let b = bf16_pairs::as_pairs(b);
-            let c = bf16_pairs::as_pairs_mut(c);
-            let rescale = rescale.map(bf16_pairs::as_pairs);
-            token.run_pair_kernel(
-                vectors,
-                MaskedPairProducts {
-                    a,
-                    stride,
-                    b,
-                    c,
-                    rescale,
-                    lane_words: words,
-                    odd: !rows.start.is_multiple_of(2),
-                },
-            );
-        }
         Some(words) => A::run_kernel(token, vectors, MaskedGemmTn { gemm, words }),
         None => match tile_mask.row_ranges() {
             Some(row_ranges) => {

@@ -8,8 +8,8 @@ use annulus_core::{DType, Dims, Spec};
 
 use crate::{
     simd::{
+        amx::TILE_SIZE,
         dispatch::{IsaToken, Real},
-        isa::Isa,
     },
     tile::{
         bf16_pairs::PackPairLanes,
@@ -68,13 +68,15 @@ pub(crate) struct Geometry {
     strip_vectors: usize,
     /// True if operands of products are pairs of bf16; see [`crate::tile::bf16_pairs`].
     pub(crate) bf16_pairs: bool,
+    /// True if pairs are multiplied on tiles; see [`crate::simd::amx`].
+    tiles: bool,
 }
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, token: IsaToken) -> Self {
         // pairs of keys are adjacent rows of a block, which the reproducible order must not depend
         // on
-        let bf16_pairs = matches!(token.isa(), Isa::Avx512Bf16)
+        let bf16_pairs = token.isa().multiplies_pairs()
             && matches!(spec.dtype, DType::Bf16)
             && spec.leaf_rows.is_none();
         Self {
@@ -83,13 +85,18 @@ impl Geometry {
             vector_lanes: A::WIDTH,
             strip_vectors: token.max_vectors(),
             bf16_pairs,
+            tiles: bf16_pairs && token.tile_unit().is_some(),
         }
     }
 
     /// Returns the rows of a packed strip of vectors of length `dim`: one per element, or one per
-    /// pair of elements.
+    /// pair of elements, in whole tiles.
     pub(crate) const fn packed_rows(&self, dim: usize) -> usize {
-        if self.bf16_pairs { dim.div_ceil(2) } else { dim }
+        match (self.bf16_pairs, self.tiles) {
+            (false, _) => dim,
+            (true, false) => dim.div_ceil(2),
+            (true, true) => dim.div_ceil(2).next_multiple_of(TILE_SIZE),
+        }
     }
 
     /// Returns the format of panels; `interleaved` for panels that are also summed along their
@@ -98,8 +105,19 @@ impl Geometry {
         match (self.bf16_pairs, interleaved) {
             (false, _) => PanelFormat::Widened,
             (true, false) => PanelFormat::Pairs,
+            (true, true) if self.tiles => PanelFormat::TransposedPairs,
             (true, true) => PanelFormat::InterleavedPairs,
         }
+    }
+
+    /// Returns the format of the keys of dQ += dS·K, which are the vector operand.
+    pub(crate) const fn dq_panel_format(&self) -> PanelFormat {
+        if self.bf16_pairs { PanelFormat::InterleavedPairs } else { PanelFormat::Widened }
+    }
+
+    /// Rounds the rows of a strip of accumulators up to whole register tiles.
+    const fn accumulator_rows(&self, dim: usize) -> usize {
+        if self.tiles { dim.next_multiple_of(TILE_SIZE) } else { padded(dim) }
     }
 
     /// Returns the same geometry with strips of which a whole number covers a tile of
@@ -215,13 +233,13 @@ impl Geometry {
     /// Returns the rows of a strip of q, k or their gradients: head_dim padded to whole register
     /// tiles.
     pub(crate) const fn head_rows(&self) -> usize {
-        padded(self.dims.head_dim)
+        self.accumulator_rows(self.dims.head_dim)
     }
 
     /// Returns the rows of a strip of v, out or their gradients: value_dim padded to whole register
     /// tiles.
     pub(crate) const fn value_rows(&self) -> usize {
-        padded(self.dims.value_dim)
+        self.accumulator_rows(self.dims.value_dim)
     }
 }
 
