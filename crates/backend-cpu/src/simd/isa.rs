@@ -2,7 +2,7 @@
 //!
 //! Prefetch instructions.
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Precision, Result};
 
 use crate::simd::amx;
 
@@ -58,9 +58,16 @@ impl Isa {
         }
     }
 
-    /// True if bf16 inputs are multiplied as pairs, with P and dS rounded to bf16.
+    /// True if bf16 inputs are multiplied as pairs, with P and dS rounded to bf16 or, on AMX at a
+    /// higher precision than [`Precision::Default`], to sums of two.
     pub const fn multiplies_pairs(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
+    }
+
+    /// True if P and dS are multiplied as sums of two bf16 at this precision: exact to 2⁻¹⁷ of an
+    /// element. Tiles are fast enough for it.
+    pub(crate) fn splits_probs(self, precision: Precision) -> bool {
+        matches!(self, Self::Amx | Self::AmxEmulated) && precision != Precision::Default
     }
 
     /// True if this machine has the instructions, and for [`Isa::Amx`] if this process has the

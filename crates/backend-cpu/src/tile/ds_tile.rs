@@ -45,6 +45,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct DsTile<A> {
     elements: Aligned<A>,
+    /// Terms that are added to the elements, if they are sums of two bf16; else empty.
+    errors: Aligned<A>,
     /// Elements of a row: 64, or 32 pairs of bf16.
     stride: usize,
     /// Visible keys of each query.
@@ -58,6 +60,7 @@ impl<A: Real> DsTile<A> {
         let stride = geometry.packed_rows(TILE);
         Ok(Self {
             elements: Aligned::zeroed(if backward { TILE * stride } else { 0 })?,
+            errors: Aligned::zeroed(if backward && geometry.split { TILE * stride } else { 0 })?,
             stride,
             lane_words: [0; TILE],
             inserted: 0,
@@ -66,7 +69,7 @@ impl<A: Real> DsTile<A> {
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.elements.bytes()
+        self.elements.bytes() + self.errors.bytes()
     }
 
     /// Resets the tile to no visible pair. Its elements are unspecified until [`DsTile::complete`]:
@@ -77,6 +80,7 @@ impl<A: Real> DsTile<A> {
         self.inserted = 0;
         if self.stride != TILE {
             self.elements.fill(A::ZERO);
+            self.errors.fill(A::ZERO);
         }
     }
 
@@ -92,6 +96,11 @@ impl<A: Real> DsTile<A> {
             self.zero(0..TILE, first..first + count);
             missing &= !(!0u64 >> (TILE - count) << first);
         }
+    }
+
+    /// Iterates over the elements and the terms that are added to them.
+    fn terms(&self) -> impl Iterator<Item = &[A]> {
+        [&self.elements, &self.errors].into_iter().map(|terms| &**terms).filter(|t| !t.is_empty())
     }
 
     /// Returns the range of elements of a row that holds the visible keys of the rows `rows`.
@@ -138,7 +147,12 @@ impl<A: Real> DsTile<A> {
         if self.stride == TILE {
             A::run_kernel(token, coord.vectors, CopyStrip { from, into, lane });
         } else {
-            narrow_rows(token, coord.vectors, from, into, self.stride, lane / 2);
+            let to = (self.stride, lane / 2);
+            narrow_rows(token, coord.vectors, from, into, to, false);
+            if !self.errors.is_empty() {
+                let into = &mut self.errors[rows.start * self.stride..rows.end * self.stride];
+                narrow_rows(token, coord.vectors, from, into, to, true);
+            }
         }
     }
 }
@@ -269,19 +283,21 @@ impl<A: Real> DqProducts<'_, A> {
     /// Computes the product over bf16 pairs on tiles.
     fn run_on_tiles(self, unit: TileUnit, token: IsaToken, vectors: usize) {
         let Self { tile, first_row, panel, keys, into, width, column } = self;
-        let product = TileProduct {
-            a: &as_pairs(&tile.elements)[first_row * tile.stride..],
-            a_stride: tile.stride,
-            b: &as_pairs(panel.pairs_along_rows(keys.start))[column..],
-            b_stride: panel.reduction_stride,
-            rows: into.len() / width,
-            c: &mut as_pairs_mut(into)[column..],
-            c_stride: width,
-            chunks: keys.len().div_ceil(2 * TILE_SIZE),
-            tiles: vectors,
-            add: true,
-        };
-        unit.run(token, product);
+        for terms in tile.terms() {
+            let product = TileProduct {
+                a: &as_pairs(terms)[first_row * tile.stride..],
+                a_stride: tile.stride,
+                b: &as_pairs(panel.pairs_along_rows(keys.start))[column..],
+                b_stride: panel.reduction_stride,
+                rows: into.len() / width,
+                c: &mut as_pairs_mut(into)[column..],
+                c_stride: width,
+                chunks: keys.len().div_ceil(2 * TILE_SIZE),
+                tiles: vectors,
+                add: true,
+            };
+            unit.run(token, product);
+        }
     }
 
     /// Computes the product over bf16 pairs with masked keys skipped, for panels that are not
@@ -291,12 +307,12 @@ impl<A: Real> DqProducts<'_, A> {
         let (b, stride) =
             (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride);
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
-            let c = &mut as_pairs_mut(c)[column..];
-            token.run_pair_kernel(
-                vectors,
-                MaskedPairRow { a, b, stride, visible: tile.lane_words[row], c },
-            );
+            for terms in tile.terms() {
+                let a = as_pairs(&terms[row * tile.stride..][..tile.stride]);
+                let c = &mut as_pairs_mut(c)[column..];
+                let visible = tile.lane_words[row];
+                token.run_pair_kernel(vectors, MaskedPairRow { a, b, stride, visible, c });
+            }
         }
     }
 

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, Dims, Spec};
+use annulus_core::{DType, Dims, Precision, Spec};
 
 use crate::{
     simd::{
@@ -12,7 +12,8 @@ use crate::{
         dispatch::{IsaToken, Real},
     },
     tile::{
-        bf16_pairs::PackPairLanes,
+        bf16_pairs::{PackPairLanes, interleave_rows},
+        gemm::Weights,
         input::{Acc, Plane, TileInput},
         pack::{PackLanes, PanelFormat, padded},
         tile_mask::{LaneAxis, TILE},
@@ -70,6 +71,8 @@ pub(crate) struct Geometry {
     pub(crate) bf16_pairs: bool,
     /// True if pairs are multiplied on tiles; see [`crate::simd::amx`].
     tiles: bool,
+    /// True if P and dS are sums of two bf16; see [`crate::tile::bf16_pairs`].
+    pub(crate) split: bool,
 }
 
 impl Geometry {
@@ -79,13 +82,15 @@ impl Geometry {
         let bf16_pairs = token.isa().multiplies_pairs()
             && matches!(spec.dtype, DType::Bf16)
             && spec.leaf_rows.is_none();
+        let tiles = bf16_pairs && token.tile_unit().is_some();
         Self {
             dims: spec.dims,
             token,
             vector_lanes: A::WIDTH,
             strip_vectors: token.max_vectors(),
             bf16_pairs,
-            tiles: bf16_pairs && token.tile_unit().is_some(),
+            tiles,
+            split: tiles && !matches!(spec.precision, Precision::Default),
         }
     }
 
@@ -210,6 +215,24 @@ impl Geometry {
         } else {
             Acc::<E>::run_kernel(self.token, 1, PackLanes { plane, rows, width, strip });
         }
+    }
+
+    /// Returns the rows `rows` of a tile of P or dS as factors of a product. Pairs of bf16 are made
+    /// in place, and if they are sums of two, the second ones in `errors`.
+    pub(crate) fn weights<'a, A: Real>(
+        &self,
+        vectors: usize,
+        rows: &Range<usize>,
+        tile: &'a mut [A],
+        errors: &'a mut [A],
+    ) -> Weights<'a, A> {
+        let width = vectors * self.vector_lanes;
+        let span = rows.start * width..rows.end * width;
+        let mut errors = self.split.then_some(errors);
+        if self.bf16_pairs {
+            interleave_rows(self.token, vectors, rows, tile, errors.as_deref_mut());
+        }
+        Weights { elements: &tile[span.clone()], errors: errors.map(|errors| &errors[span]) }
     }
 
     /// Returns the query heads of the group of KV head `kv_head`.
