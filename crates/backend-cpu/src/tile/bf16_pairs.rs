@@ -195,7 +195,7 @@ impl PairKernel for MaskedPairProducts<'_> {
 }
 
 /// Bits of the first element of a pair.
-const LOW: u32 = 0xffff;
+pub(crate) const LOW: u32 = 0xffff;
 /// Bits of the second element.
 const HIGH: u32 = !LOW;
 

@@ -33,7 +33,7 @@ use crate::{
     },
     tile::{
         aligned::Aligned,
-        bf16_pairs::{MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
+        bf16_pairs::{LOW, MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
         gemm::each_register_tile,
         geometry::{Geometry, TileCoord},
         pack::PanelView,
@@ -121,6 +121,25 @@ impl<A: Real> DsTile<A> {
         }
     }
 
+    /// Zeroes the lanes `lanes` of rows of pairs: those without a key, which are unspecified and may
+    /// be NaN. The end is even.
+    fn zero_pairs(&mut self, rows: Range<usize>, lanes: Range<usize>) {
+        if lanes.is_empty() {
+            return;
+        }
+        for terms in [&mut self.elements, &mut self.errors] {
+            let rows = rows.start * self.stride..rows.end * self.stride;
+            for row in terms.get_mut(rows).unwrap_or_default().chunks_exact_mut(self.stride) {
+                let row = as_pairs_mut(row);
+                if !lanes.start.is_multiple_of(2) {
+                    let pair = &mut row[lanes.start / 2];
+                    *pair = f32::from_bits(pair.to_bits() & LOW);
+                }
+                row[lanes.start.div_ceil(2)..lanes.end / 2].fill(0.0);
+            }
+        }
+    }
+
     /// Inserts the visible rows of a strip whose first key is the tile's key `lane`, and zeros as
     /// the other rows.
     pub(crate) fn insert_strip(
@@ -153,6 +172,7 @@ impl<A: Real> DsTile<A> {
                 let into = &mut self.errors[rows.start * self.stride..rows.end * self.stride];
                 narrow_rows(token, coord.vectors, from, into, to, true);
             }
+            self.zero_pairs(rows, lane + coord.keys.len()..lane + coord.width);
         }
     }
 }
