@@ -148,10 +148,9 @@ impl PairKernel for NarrowRows<'_> {
 /// C = C·rescale + Aᵀ·B over pairs, with masked elements skipped: for panels that are not finite,
 /// where 0·NaN would leak.
 pub(crate) struct MaskedPairProducts<'a> {
-    /// Pair `p` of row `i` of C is element p·pair_stride + i·row_stride.
+    /// Lines of pairs, `stride` apart.
     pub(crate) a: &'a [f32],
-    pub(crate) pair_stride: usize,
-    pub(crate) row_stride: usize,
+    pub(crate) stride: usize,
     /// Pairs.
     pub(crate) b: &'a [f32],
     pub(crate) c: &'a mut [f32],
@@ -175,7 +174,7 @@ impl PairKernel for MaskedPairProducts<'_> {
             for v in 0..VECTORS {
                 let mut sum = zero;
                 for (pair, b) in b.iter().enumerate() {
-                    let a = V::splat(self.a[pair * self.pair_stride + i * self.row_stride]);
+                    let a = V::splat(self.a[pair * self.stride + i]);
                     let (low, high) =
                         (visible((2 * pair).checked_sub(skip)), visible(Some(2 * pair + 1 - skip)));
                     let low = low >> (v * WIDTH);

@@ -38,6 +38,7 @@ use crate::{
         geometry::{Geometry, TileCoord},
         pack::PanelView,
         tile_mask::{TILE, TileMask},
+        tile_products::{finite_pairs, halves, nonfinite_halves},
     },
 };
 
@@ -209,10 +210,10 @@ impl<A: Real> DsTile<A> {
                 width,
                 column,
             };
-            if panel.pairs && !panel.finite {
-                kernel.run_masked_pairs(token, vectors);
-            } else if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+            if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
                 kernel.run_on_tiles(unit, token, vectors);
+            } else if panel.pairs && !panel.finite {
+                kernel.run_masked_pairs(token, vectors);
             } else {
                 A::run_products(token, panel.pairs, vectors, kernel);
             }
@@ -303,20 +304,44 @@ impl<A: Real> DqProducts<'_, A> {
     /// Computes the product over bf16 pairs on tiles.
     fn run_on_tiles(self, unit: TileUnit, token: IsaToken, vectors: usize) {
         let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let chunks = keys.len().div_ceil(2 * TILE_SIZE);
+        let stride = panel.reduction_stride;
+        let panel_lines = as_pairs(panel.pairs_along_rows(keys.start));
+        let panel_lines = &panel_lines[..chunks * TILE_SIZE * stride];
+        let copy = (!panel.finite).then(|| finite_pairs(panel_lines));
         for terms in tile.terms() {
             let product = TileProduct {
                 a: &as_pairs(terms)[first_row * tile.stride..],
                 a_stride: tile.stride,
-                b: &as_pairs(panel.pairs_along_rows(keys.start))[column..],
-                b_stride: panel.reduction_stride,
+                b: &copy.as_deref().unwrap_or(panel_lines)[column..],
+                b_stride: stride,
                 rows: into.len() / width,
                 c: &mut as_pairs_mut(into)[column..],
                 c_stride: width,
-                chunks: keys.len().div_ceil(2 * TILE_SIZE),
+                chunks,
                 tiles: vectors,
                 add: true,
             };
             unit.run(token, product);
+        }
+        if panel.finite {
+            return;
+        }
+        // visible queries add the products of the elements that are not finite
+        let columns = column..column + vectors * TILE_SIZE;
+        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
+            let c = as_pairs_mut(c);
+            let ds = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
+            for (pair, (&ds, line)) in ds.iter().zip(panel_lines.chunks(stride)).enumerate() {
+                for (dim, (half, element)) in columns
+                    .clone()
+                    .flat_map(|dim| nonfinite_halves(line[dim]).map(move |found| (dim, found)))
+                {
+                    if tile.lane_words[row] >> (2 * pair + half) & 1 != 0 {
+                        c[dim] += element * halves(ds)[half];
+                    }
+                }
+            }
         }
     }
 
@@ -327,12 +352,10 @@ impl<A: Real> DqProducts<'_, A> {
         let (b, stride) =
             (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride);
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            for terms in tile.terms() {
-                let a = as_pairs(&terms[row * tile.stride..][..tile.stride]);
-                let c = &mut as_pairs_mut(c)[column..];
-                let visible = tile.lane_words[row];
-                token.run_pair_kernel(vectors, MaskedPairRow { a, b, stride, visible, c });
-            }
+            let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
+            let c = &mut as_pairs_mut(c)[column..];
+            let visible = tile.lane_words[row];
+            token.run_pair_kernel(vectors, MaskedPairRow { a, b, stride, visible, c });
         }
     }
 

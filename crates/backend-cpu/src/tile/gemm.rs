@@ -32,7 +32,7 @@ use crate::{
         bf16_pairs::{self, MaskedPairProducts},
         pack::PanelView,
         tile_mask::{RowRanges, TILE, TileMask},
-        tile_products,
+        tile_products::{self, TileTn},
     },
 };
 
@@ -182,6 +182,19 @@ pub(crate) fn gemm_tn<A: Real>(
     let b = &probs.elements[..lines(rows).len() * vectors * A::WIDTH];
     let errors = probs.errors.map(|errors| &errors[..b.len()]);
     let every_lane = [!0; TILE];
+    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+        let product = TileTn {
+            a: bf16_pairs::as_pairs(panel.pairs_along_rows(rows.start)),
+            a_stride: panel.reduction_stride,
+            probs: Weights { elements: b, errors },
+            lane_words: tile_mask.words().unwrap_or(&every_lane[..rows.len()]),
+            odd: !rows.start.is_multiple_of(2),
+        };
+        product.run(unit, (token, vectors), panel.finite, sums, previous);
+        let register_tiles = sums.len() / (vectors * A::WIDTH * MAX_REGISTER_ROWS) * vectors;
+        (0..register_tiles).for_each(|_| epilogue.after_register_tile());
+        return;
+    }
     let masked_words = match tile_mask.words() {
         _ if panel.finite => None,
         Some(words) => Some(words),
@@ -198,35 +211,16 @@ pub(crate) fn gemm_tn<A: Real>(
         previous = Previous::Add;
     }
     if let Some(lane_words) = masked_words.filter(|_| panel.pairs) {
-        let (pair_stride, row_stride) = if panel.transposed {
-            (1, panel.reduction_stride)
-        } else {
-            (panel.reduction_stride, 1)
+        let kernel = MaskedPairProducts {
+            a: bf16_pairs::as_pairs(panel.reduction_rows(rows)),
+            stride: panel.reduction_stride,
+            b: bf16_pairs::as_pairs(b),
+            c: bf16_pairs::as_pairs_mut(sums),
+            rescale: previous.rescale().map(bf16_pairs::as_pairs),
+            lane_words,
+            odd: !rows.start.is_multiple_of(2),
         };
-        let terms = [Some((b, previous.rescale())), errors.map(|errors| (errors, None))];
-        for (b, rescale) in terms.into_iter().flatten() {
-            let kernel = MaskedPairProducts {
-                a: bf16_pairs::as_pairs(panel.pairs_along_rows(rows.start)),
-                pair_stride,
-                row_stride,
-                b: bf16_pairs::as_pairs(b),
-                c: bf16_pairs::as_pairs_mut(sums),
-                rescale: rescale.map(bf16_pairs::as_pairs),
-                lane_words,
-                odd: !rows.start.is_multiple_of(2),
-            };
-            token.run_pair_kernel(vectors, kernel);
-        }
-        return;
-    }
-    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
-        let a = panel.pairs_along_rows(rows.start);
-        let a = (a, panel.reduction_stride);
-        tile_products::tn(unit, (token, vectors), a, b, sums, previous, epilogue);
-        if let Some(errors) = errors {
-            let previous = Previous::Add;
-            tile_products::tn(unit, (token, vectors), a, errors, sums, previous, epilogue);
-        }
+        token.run_pair_kernel(vectors, kernel);
         return;
     }
     let (a, stride) = (panel.reduction_rows(rows), panel.reduction_stride);
