@@ -95,11 +95,13 @@ impl PairKernel for InterleaveRows<'_> {
     }
 }
 
-/// Returns x − bf16(x), which is exact.
+/// Returns x − bf16(x), which is exact; 0 if x is infinite or NaN.
 #[inline(always)]
 fn rounding_error<V: Bf16Pairs>(x: V) -> V {
+    let zero = V::splat(0.0);
     // the second element of a pair is the upper half of an f32
-    x.minus(V::interleaved(V::splat(0.0), x))
+    let error = x.minus(V::interleaved(zero, x));
+    error.if_equal(error, error, zero)
 }
 
 /// Rounds the rows of a tile into rows of pairs, `stride` apart and from pair `first_pair` on, with
