@@ -80,9 +80,9 @@ impl Cpu {
 
     /// Returns the instruction set of the kernels for `spec`.
     ///
-    /// A forced instruction set has priority. Otherwise bf16 inputs with [`Precision::Default`] run
-    /// on [`Isa::Avx512Bf16`] where the processor is known to be faster with it, and all other
-    /// specs on [`Cpu::isa`].
+    /// A forced instruction set has priority. Otherwise bf16 inputs run on [`Isa::Amx`] where it is
+    /// available and, with [`Precision::Default`], on [`Isa::Avx512Bf16`] where the processor is
+    /// known to be faster with it; all other specs run on [`Cpu::isa`].
     ///
     /// # Errors
     /// As [`Isa::chosen`].
@@ -90,14 +90,12 @@ impl Cpu {
         if let Some(forced) = self.forced.map_or_else(Isa::forced, |isa| Ok(Some(isa)))? {
             return Ok(forced);
         }
-        let may_round_probs = spec.dtype == DType::Bf16
-            && spec.precision == Precision::Default
-            && spec.leaf_rows.is_none();
-        Ok(if may_round_probs && Isa::bf16_pairs_are_fast() {
-            Isa::Avx512Bf16
-        } else {
-            Isa::widest()
-        })
+        let may_multiply_pairs = spec.dtype == DType::Bf16 && spec.leaf_rows.is_none();
+        let pairs = if may_multiply_pairs { Isa::fast_pairs() } else { None };
+        let pairs = pairs.filter(|&isa| {
+            isa.splits_probs(spec.precision) || spec.precision == Precision::Default
+        });
+        Ok(pairs.unwrap_or_else(Isa::widest))
     }
 }
 
@@ -106,14 +104,17 @@ impl Backend for Cpu {
     type Workspace = CpuWorkspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
-    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
-    /// but not in the reproducible order.
+    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs where the instruction
+    /// set [multiplies pairs](Isa::multiplies_pairs), but not in the reproducible order; on AMX they are
+    /// sums of two bf16 unless the precision is [`Precision::Default`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         let isa = self.isa()?;
         spec.validate()?;
+        let pairs_isa = self.isa_for(spec)?;
         let rounds = spec.dtype == DType::Bf16
             && spec.leaf_rows.is_none()
-            && self.isa_for(spec)? == Isa::Avx512Bf16;
+            && pairs_isa.multiplies_pairs()
+            && !pairs_isa.splits_probs(spec.precision);
         Ok(Capabilities {
             name: "cpu",
             numerics_id: id(isa),

@@ -75,6 +75,7 @@ mod tile {
     pub(crate) mod scores;
     pub(crate) mod softmax;
     pub(crate) mod tile_mask;
+    pub(crate) mod tile_products;
 }
 
 mod threads {
@@ -83,6 +84,7 @@ mod threads {
 }
 
 mod simd {
+    pub(crate) mod amx;
     pub(crate) mod dispatch;
     pub(crate) mod element;
     pub(crate) mod exp;
@@ -100,5 +102,6 @@ mod simd {
 pub use backend::Cpu;
 pub use backend::id as numerics_id;
 pub use pass::{CpuBackward, CpuForward};
+pub use simd::amx::amx_refusal;
 pub use simd::isa::Isa;
 pub use workspace::state::CpuWorkspace;

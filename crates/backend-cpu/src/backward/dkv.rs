@@ -32,7 +32,6 @@ use crate::{
         team::{Team, Ticker},
     },
     tile::{
-        bf16_pairs::interleave_rows,
         gemm::{Previous, gemm_tn},
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource},
@@ -469,31 +468,30 @@ impl<E: TileInput> DkvPass<'_, E> {
         if dq.is_some() {
             ds_tile.insert_strip(geometry.token, coord, tile_mask, first_key % TILE, &tiles.s);
         }
-        if geometry.bf16_pairs {
-            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.dp);
-            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
-        }
         let previous = if std::mem::replace(&mut summed[coord.strip], true) {
             Previous::Add
         } else {
             Previous::Overwrite
         };
+        let rows = tile_mask.rows();
+        let probs = geometry.weights(coord.vectors, rows, &mut tiles.dp, &mut tiles.extra);
         let dv_strip = &mut sums_value[geometry.strip_range(coord, geometry.value_rows())];
         gemm_tn(
             (geometry.token, coord.vectors),
             tile_mask,
             rows_value,
-            &tiles.dp[span.clone()],
+            probs,
             dv_strip,
             previous,
             &mut cursor,
         );
+        let ds = geometry.weights(coord.vectors, rows, &mut tiles.s, &mut tiles.extra);
         let dk_strip = &mut sums_head[geometry.strip_range(coord, geometry.head_rows())];
         gemm_tn(
             (geometry.token, coord.vectors),
             tile_mask,
             rows_head,
-            &tiles.s[span],
+            ds,
             dk_strip,
             previous,
             &mut cursor,

@@ -22,7 +22,6 @@ use crate::{
     simd::element::Float,
     threads::team::{Team, Ticker},
     tile::{
-        bf16_pairs::interleave_rows,
         gemm::{Previous, gemm_tn},
         geometry::TileCoord,
         input::{Acc, TileInput, TileSource, array},
@@ -233,9 +232,8 @@ impl<E: TileInput> DqPass<'_, E> {
                 block.add_over_keys(coord, first, geometry.dims.group(), &ds[span.clone()]);
             }
         });
-        if geometry.bf16_pairs {
-            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
-        }
+        let rows = tile_mask.rows();
+        let ds = geometry.weights(coord.vectors, rows, &mut tiles.s, &mut tiles.extra);
         let head_rows = geometry.head_rows();
         let lane = block.lane(coord.head % geometry.dims.group(), first);
         let sums = &mut block.partial.sums[lane * head_rows..(lane + coord.width) * head_rows];
@@ -243,7 +241,7 @@ impl<E: TileInput> DqPass<'_, E> {
             (geometry.token, coord.vectors),
             tile_mask,
             rows_head.view(),
-            &tiles.s[span],
+            ds,
             sums,
             Previous::Add,
             &mut cursor,

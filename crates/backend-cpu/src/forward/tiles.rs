@@ -43,7 +43,6 @@ use crate::{
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
-        bf16_pairs::interleave_rows,
         gemm::{Previous, gemm_nn, gemm_tn},
         geometry::{Strip, TileCoord},
         input::{Acc, TileInput},
@@ -440,10 +439,8 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
                 MultiplyTile { tile: probs, by: &tiles.extra[span.clone()] },
             );
         }
-        if self.geometry.bf16_pairs {
-            interleave_rows(token, vectors, tile_mask.rows(), &mut tiles.s);
-        }
-        let probs = &tiles.s[span];
+        let rows = tile_mask.rows();
+        let probs = self.geometry.weights(vectors, rows, &mut tiles.s, &mut tiles.extra);
         let previous = match (is_first, max_changed) {
             (true, _) => Previous::Overwrite,
             (false, true) => Previous::Rescale(rescale),

@@ -17,6 +17,7 @@
 use annulus_core::Result;
 
 use crate::simd::{
+    amx::TileUnit,
     element::Float,
     isa::Isa,
     vector::{Array, Bf16Pairs, Vector},
@@ -30,8 +31,10 @@ use crate::simd::{avx2::Ymms, avx512};
 /// Proof that this machine has an instruction set.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct IsaToken {
-    // invariant: available, because `IsaToken::new` is the only constructor
+    // invariant: both are available, because `IsaToken::new` is the only constructor
     isa: Isa,
+    /// Instruction set of vectors: `isa`, unless that is one of tiles.
+    vectors: Isa,
 }
 
 /// Hot loop over fixed-size arrays, vectorised by the compiler.
@@ -66,7 +69,26 @@ pub(crate) const MAX_REGISTER_ROWS: usize = 8;
 
 impl IsaToken {
     pub(crate) fn new(isa: Isa) -> Result<Self> {
-        isa.require().map(|isa| Self { isa })
+        let isa = isa.require()?;
+        let vectors = match isa {
+            Isa::Amx => Isa::Avx512Bf16,
+            // pairs are made by the instructions or, in strips of one vector, by arrays
+            Isa::AmxEmulated => [Isa::Avx512Bf16, Isa::Avx2]
+                .into_iter()
+                .find(|isa| isa.is_available())
+                .unwrap_or(Isa::Portable),
+            other => other,
+        };
+        Ok(Self { isa, vectors })
+    }
+
+    /// Returns the unit that multiplies pairs of bf16 on tiles, if the instruction set has one.
+    pub(crate) const fn tile_unit(self) -> Option<TileUnit> {
+        match self.isa {
+            Isa::Amx => Some(TileUnit::Amx),
+            Isa::AmxEmulated => Some(TileUnit::Emulated),
+            _ => None,
+        }
     }
 
     /// Returns the instruction set.
@@ -81,9 +103,9 @@ impl IsaToken {
     /// 16 and 4 × 1 vectors 16 of 32. AVX2 needs more than 8 chains to hide the latency of its two
     /// multiply-adds a cycle (4 cycles).
     pub(crate) const fn max_vectors(self) -> usize {
-        match self.isa {
+        match self.vectors {
             Isa::Avx512 | Isa::Avx512Bf16 => 4,
-            Isa::Avx2 | Isa::Neon | Isa::Portable => 1,
+            _ => 1,
         }
     }
 
@@ -94,14 +116,14 @@ impl IsaToken {
         kernel: K,
     ) -> K::Output {
         assert!((1..=self.max_vectors()).contains(&vectors));
-        match self.isa {
+        match self.vectors {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `self.isa` is `Avx2`, and a token exists only for an instruction set that
+            // SAFETY: `self.vectors` is `Avx2`, and a token exists only for an instruction set that
             // `Isa::is_available` found on this machine: here AVX2, FMA and F16C, which are all the
             // features that `avx2` enables.
             Isa::Avx2 => unsafe { avx2::<K, WIDTH>(kernel) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `self.isa` is `Avx512` or `Avx512Bf16`, and a token exists only for an
+            // SAFETY: `self.vectors` is `Avx512` or `Avx512Bf16`, and a token exists only for an
             // instruction set that `Isa::is_available` found on this machine: here AVX-512 F, VL,
             // BW, DQ and FMA, which are all the features that `avx512` enables (AVX-512 F implies
             // AVX2).
@@ -114,7 +136,7 @@ impl IsaToken {
                 }
             },
             #[cfg(target_arch = "aarch64")]
-            // SAFETY: `self.isa` is `Neon`, and a token exists only for an instruction set that
+            // SAFETY: `self.vectors` is `Neon`, and a token exists only for an instruction set that
             // `Isa::is_available` found on this machine: NEON, which is all that `neon` enables.
             Isa::Neon => unsafe { neon::<K, WIDTH>(kernel) },
             // portable: no token of another architecture's instruction set exists
@@ -126,10 +148,10 @@ impl IsaToken {
     /// [`Isa::Avx512Bf16`] only. A product step over pairs adds two products.
     fn run_f32<K: SimdKernel<f32>>(self, pairs: bool, vectors: usize, kernel: K) -> K::Output {
         assert!((1..=self.max_vectors()).contains(&vectors));
-        assert!(!pairs || self.isa == Isa::Avx512Bf16);
-        match self.isa {
+        assert!(!pairs || self.vectors == Isa::Avx512Bf16);
+        match self.vectors {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `self.isa` is `Avx512Bf16`, and a token exists only for an instruction set
+            // SAFETY: `self.vectors` is `Avx512Bf16`, and a token exists only for an instruction set
             // that `Isa::is_available` found on this machine: here BF16 beside the features named
             // in `run`, which are all the features that `avx512_bf16_products` enables.
             Isa::Avx512Bf16 if pairs => unsafe {
@@ -163,7 +185,7 @@ impl IsaToken {
     /// Runs a kernel that creates or masks bf16 pairs.
     pub(crate) fn run_pair_kernel<K: PairKernel>(self, vectors: usize, kernel: K) {
         assert!((1..=self.max_vectors()).contains(&vectors));
-        match self.isa {
+        match self.vectors {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `run_f32` with `pairs`.
             Isa::Avx512Bf16 => unsafe {

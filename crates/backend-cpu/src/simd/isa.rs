@@ -2,7 +2,9 @@
 //!
 //! Prefetch instructions.
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Precision, Result};
+
+use crate::simd::amx;
 
 /// Instruction set that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -21,15 +23,26 @@ pub enum Isa {
     /// Selected only by [`Isa::VARIABLE`], [`crate::Cpu::with_isa`] or
     /// [`annulus_core::Precision::Default`].
     Avx512Bf16,
+    /// [`Isa::Avx512Bf16`] with products on AMX tiles (`TDPBF16PS`) for bf16 inputs.
+    Amx,
+    /// [`Isa::Amx`] with emulated tiles of the same bits, on every processor: for tests. Slow.
+    AmxEmulated,
 }
 
 impl Isa {
     /// All instruction sets, narrowest first.
-    pub const ALL: [Self; 5] =
-        [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 7] = [
+        Self::Portable,
+        Self::Neon,
+        Self::Avx2,
+        Self::Avx512,
+        Self::Avx512Bf16,
+        Self::Amx,
+        Self::AmxEmulated,
+    ];
 
-    /// Environment variable that forces an instruction set: `avx512bf16`, `avx512`, `avx2`, `neon`
-    /// or `portable`.
+    /// Environment variable that forces an instruction set: `amx`, `amx-emulated`, `avx512bf16`,
+    /// `avx512`, `avx2`, `neon` or `portable`.
     pub const VARIABLE: &'static str = "ANNULUS_CPU_ISA";
 
     /// Returns the name used in [`Isa::VARIABLE`] and in reports.
@@ -40,10 +53,25 @@ impl Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
+            Self::AmxEmulated => "amx-emulated",
         }
     }
 
-    /// True if this machine has the instructions.
+    /// True if bf16 inputs are multiplied as pairs, with P and dS rounded to bf16 or, on AMX at a
+    /// higher precision than [`Precision::Default`], to sums of two.
+    pub const fn multiplies_pairs(self) -> bool {
+        matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
+    }
+
+    /// True if P and dS are multiplied as sums of two bf16 at this precision: exact to 2⁻¹⁷ of an
+    /// element. Tiles are fast enough for it.
+    pub(crate) fn splits_probs(self, precision: Precision) -> bool {
+        matches!(self, Self::Amx | Self::AmxEmulated) && precision != Precision::Default
+    }
+
+    /// True if this machine has the instructions, and for [`Isa::Amx`] if this process has the
+    /// permission to use them.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         let has = match self {
@@ -64,12 +92,14 @@ impl Isa {
             Self::Avx512Bf16 => {
                 Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16")
             }
+            Self::Amx => Self::Avx512Bf16.is_available() && amx::amx_refusal().is_none(),
+            Self::AmxEmulated => true,
         };
         #[cfg(target_arch = "aarch64")]
-        let has = self == Self::Portable
+        let has = matches!(self, Self::Portable | Self::AmxEmulated)
             || self == Self::Neon && std::arch::is_aarch64_feature_detected!("neon");
         #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-        let has = self == Self::Portable;
+        let has = matches!(self, Self::Portable | Self::AmxEmulated);
         has
     }
 
@@ -82,11 +112,13 @@ impl Isa {
         }
     }
 
-    /// True if bf16 pair products are available and faster than f32 products.
+    /// Returns the instruction set that multiplies pairs of bf16, if that is faster than products
+    /// of f32.
     ///
-    /// They have twice the rate on AMD's processors and half the rate on Intel's. The decision
-    /// reads the vendor name instead of a clock, so that it is the same in every run.
-    pub(crate) fn bf16_pairs_are_fast() -> bool {
+    /// AMX has 16 times the rate. `VDPBF16PS` has twice the rate on AMD's processors and half the
+    /// rate on Intel's. The decision reads the vendor name instead of a clock, so that it is the
+    /// same in every run.
+    pub(crate) fn fast_pairs() -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
         let amd = {
             let name = std::arch::x86_64::__cpuid(0);
@@ -94,7 +126,8 @@ impl Isa {
         };
         #[cfg(not(target_arch = "x86_64"))]
         let amd = false;
-        amd && Self::Avx512Bf16.is_available()
+        let candidates = [(Self::Amx, true), (Self::Avx512Bf16, amd)];
+        candidates.into_iter().find(|&(isa, fast)| fast && isa.is_available()).map(|(isa, _)| isa)
     }
 
     /// Returns the instruction set that [`Isa::VARIABLE`] forces, if it is set.
@@ -116,10 +149,10 @@ impl Isa {
         Ok(Self::forced()?.unwrap_or_else(Self::widest))
     }
 
-    /// Returns the widest available instruction set that rounds only results, that is, any but
-    /// [`Isa::Avx512Bf16`].
+    /// Returns the widest available instruction set that rounds only results, that is, none that
+    /// [multiplies pairs](Isa::multiplies_pairs).
     pub(crate) fn widest() -> Self {
-        let exact = Self::ALL.into_iter().rev().filter(|&isa| isa != Self::Avx512Bf16);
+        let exact = Self::ALL.into_iter().rev().filter(|isa| !isa.multiplies_pairs());
         exact.into_iter().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
     }
 
@@ -127,7 +160,11 @@ impl Isa {
         let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
         let isa = Self::ALL.into_iter().find(|isa| isa.name() == name);
         let isa = isa.ok_or_else(|| {
-            Error::invalid(Self::VARIABLE, name, "avx512bf16, avx512, avx2, neon or portable")
+            Error::invalid(
+                Self::VARIABLE,
+                name,
+                "amx, amx-emulated, avx512bf16, avx512, avx2, neon or portable",
+            )
         })?;
         isa.require().map(Some)
     }
@@ -204,7 +241,7 @@ mod tests {
     fn a_forced_name_is_accepted_or_rejected() {
         assert_eq!(Isa::named(Some("portable")), Ok(Some(Isa::Portable)));
         assert_eq!(Isa::named(Some("")), Ok(None));
-        assert!(Isa::widest().is_available() && Isa::widest() != Isa::Avx512Bf16);
+        assert!(Isa::widest().is_available() && !Isa::widest().multiplies_pairs());
         assert_eq!(Isa::named(Some("sse9")).unwrap_err().code(), 1);
         for isa in Isa::ALL {
             match Isa::named(Some(isa.name())) {

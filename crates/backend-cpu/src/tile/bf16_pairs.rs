@@ -8,7 +8,9 @@
 //! O, dV, dK, dQ  k = rows   the panel holds two rows per line; P and dS are interleaved likewise
 //! dQ by rows     k = keys   a query's dS in order, two neighbouring keys per pair
 //! ```
-//! P and dS are rounded to bf16 once; accumulators stay f32. Chains start at even rows, and a
+//! P and dS are rounded to bf16 once; accumulators stay f32. On tiles at a higher precision than
+//! [`annulus_core::Precision::Default`], the rounding error is rounded to a second bf16 and
+//! multiplied too: the sum of both is exact to 2⁻¹⁷ of the element. Chains start at even rows, and a
 //! masked row contributes a 0 in its pair, so that all passes add the same terms in the same order.
 //!
 //! # Source
@@ -18,6 +20,7 @@ use std::ops::Range;
 
 use crate::{
     simd::{
+        amx::TILE_SIZE,
         dispatch::{ArrayKernel, IsaToken, PairKernel, Real},
         vector::{Bf16Pairs, unrolled},
     },
@@ -43,20 +46,26 @@ pub(crate) const fn pairs_of(rows: &Range<usize>) -> Range<usize> {
 }
 
 /// Rounds the rows `rows` of a tile and interleaves them two by two, in place. Line `n`, counted
-/// from row `rows.start`, becomes pair `n` of [`pairs_of`].
+/// from row `rows.start`, becomes pair `n` of [`pairs_of`]. `errors`, if wanted, receives the
+/// rounding errors, rounded and interleaved likewise.
 pub(crate) fn interleave_rows<A: Real>(
     token: IsaToken,
     vectors: usize,
     rows: &Range<usize>,
     tile: &mut [A],
+    errors: Option<&mut [A]>,
 ) {
     let width = vectors * WIDTH;
-    let tile = &mut as_pairs_mut(tile)[rows.start * width..rows.end * width];
-    token.run_pair_kernel(vectors, InterleaveRows { tile, odd: !rows.start.is_multiple_of(2) });
+    let span = rows.start * width..rows.end * width;
+    let errors = errors.map(|errors| &mut as_pairs_mut(errors)[span.clone()]);
+    let tile = &mut as_pairs_mut(tile)[span];
+    let odd = !rows.start.is_multiple_of(2);
+    token.run_pair_kernel(vectors, InterleaveRows { tile, errors, odd });
 }
 
 struct InterleaveRows<'a> {
     tile: &'a mut [f32],
+    errors: Option<&'a mut [f32]>,
     /// True if the first row is the second of its pair.
     odd: bool,
 }
@@ -65,6 +74,7 @@ impl PairKernel for InterleaveRows<'_> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
         let tile = V::strip_mut::<VECTORS>(self.tile);
+        let mut errors = self.errors.map(V::strip_mut::<VECTORS>);
         let count = tile.len();
         let skip = usize::from(self.odd);
         let zero = V::splat(0.0);
@@ -76,27 +86,39 @@ impl PairKernel for InterleaveRows<'_> {
                 let first = low.map_or(zero, |low| V::load(&tile[low][v]));
                 let second = if high < count { V::load(&tile[high][v]) } else { zero };
                 V::interleaved(first, second).store(&mut tile[pair][v]);
+                if let Some(errors) = &mut errors {
+                    let [first, second] = [first, second].map(rounding_error);
+                    V::interleaved(first, second).store(&mut errors[pair][v]);
+                }
             });
         }
     }
 }
 
+/// Returns x − bf16(x), which is exact; 0 if x is infinite or NaN.
+#[inline(always)]
+fn rounding_error<V: Bf16Pairs>(x: V) -> V {
+    let zero = V::splat(0.0);
+    // the second element of a pair is the upper half of an f32
+    let error = x.minus(V::interleaved(zero, x));
+    error.if_equal(error, error, zero)
+}
+
 /// Rounds the rows of a tile into rows of pairs, `stride` apart and from pair `first_pair` on, with
 /// lanes in order.
 ///
-/// Two vectors become one. The second half for an odd last vector is 0.
+/// Two vectors become one. The second half for an odd last vector is 0. With `errors`, rounds the
+/// rounding errors instead of the elements.
 pub(crate) fn narrow_rows<A: Real>(
     token: IsaToken,
     vectors: usize,
     rows: &[A],
     into: &mut [A],
-    stride: usize,
-    first_pair: usize,
+    (stride, first_pair): (usize, usize),
+    errors: bool,
 ) {
-    token.run_pair_kernel(
-        vectors,
-        NarrowRows { rows: as_pairs(rows), into: as_pairs_mut(into), stride, first_pair },
-    );
+    let (rows, into) = (as_pairs(rows), as_pairs_mut(into));
+    token.run_pair_kernel(vectors, NarrowRows { rows, into, stride, first_pair, errors });
 }
 
 struct NarrowRows<'a> {
@@ -104,6 +126,7 @@ struct NarrowRows<'a> {
     into: &'a mut [f32],
     stride: usize,
     first_pair: usize,
+    errors: bool,
 }
 
 impl PairKernel for NarrowRows<'_> {
@@ -113,8 +136,12 @@ impl PairKernel for NarrowRows<'_> {
             V::strip::<VECTORS>(self.rows).iter().zip(self.into.chunks_exact_mut(self.stride))
         {
             for (two, into) in row.chunks(2).zip(V::strip_mut::<1>(&mut into[self.first_pair..])) {
-                let second = two.get(1).map_or(V::splat(0.0), |second| V::load(second));
-                V::in_order(V::load(&two[0]), second).store(&mut into[0]);
+                let mut first = V::load(&two[0]);
+                let mut second = two.get(1).map_or(V::splat(0.0), |second| V::load(second));
+                if self.errors {
+                    [first, second] = [first, second].map(rounding_error);
+                }
+                V::in_order(first, second).store(&mut into[0]);
             }
         }
     }
@@ -169,7 +196,7 @@ impl PairKernel for MaskedPairProducts<'_> {
 }
 
 /// Bits of the first element of a pair.
-const LOW: u32 = 0xffff;
+pub(crate) const LOW: u32 = 0xffff;
 /// Bits of the second element.
 const HIGH: u32 = !LOW;
 
@@ -212,8 +239,8 @@ fn bits<E: TileInput>(element: &E) -> u16 {
     bytemuck::pod_read_unaligned(&bytemuck::bytes_of(element)[..size_of::<u16>()])
 }
 
-/// Packs vectors without widening, two dims per pair, and if `interleaved` has room also two
-/// vectors per line.
+/// Packs vectors without widening, two dims per pair, and if `along_rows` has room also pairs of
+/// two vectors.
 pub(crate) struct PackPairs<'a, 's, E: TileInput> {
     pub(crate) source: &'a TileSource<'s, E>,
     pub(crate) batch: usize,
@@ -222,9 +249,10 @@ pub(crate) struct PackPairs<'a, 's, E: TileInput> {
     /// `[rows][stride]`
     pub(crate) rows_of_pairs: &'a mut [E::Accumulator],
     pub(crate) stride: usize,
-    /// `[pairs of rows][interleaved_stride]`
-    pub(crate) interleaved: &'a mut [E::Accumulator],
-    pub(crate) interleaved_stride: usize,
+    /// `[pairs of rows][along_rows_stride]`, or `[dims][along_rows_stride]` if `transposed`.
+    pub(crate) along_rows: &'a mut [E::Accumulator],
+    pub(crate) along_rows_stride: usize,
+    pub(crate) transposed: bool,
 }
 
 impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
@@ -251,19 +279,28 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
                 }
             }
         }
-        if !self.interleaved.is_empty() {
-            let interleaved: &mut [u32] = bytemuck::cast_slice_mut(self.interleaved);
-            for (two, into) in rows_of_pairs
-                .chunks(2 * line)
-                .zip(interleaved.chunks_exact_mut(self.interleaved_stride))
-            {
-                let (low, high) = two.split_at(line);
-                let dims = line.min(into.len());
-                if high.is_empty() {
-                    into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+        if !self.along_rows.is_empty() {
+            let along_rows: &mut [u32] = bytemuck::cast_slice_mut(self.along_rows);
+            // whole tiles of pairs: stale ones might be NaN, and 0·NaN is NaN
+            let pairs = count.div_ceil(2);
+            for first in (0..pairs).step_by(TILE_SIZE) {
+                let rows: [[&[u16]; 2]; TILE_SIZE] = std::array::from_fn(|pair| {
+                    [0, 1].map(|half| {
+                        let row = 2 * (first + pair) + half;
+                        rows_of_pairs.get(row * line..(row + 1) * line).unwrap_or_default()
+                    })
+                });
+                let words = PairWords { rows };
+                if self.transposed {
+                    for (dim, into) in
+                        along_rows.chunks_exact_mut(self.along_rows_stride).enumerate()
+                    {
+                        into[first..first + TILE_SIZE].copy_from_slice(&words.of_dim(dim));
+                    }
                 } else {
-                    for i in 0..dims {
-                        into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+                    let lines = along_rows.chunks_exact_mut(self.along_rows_stride).skip(first);
+                    for (pair, into) in lines.take(TILE_SIZE).enumerate() {
+                        words.write_pair(pair, into);
                     }
                 }
             }
@@ -271,6 +308,35 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
         // not finite: all exponent bits of the bf16 are set
         rows_of_pairs.iter().fold(0u16, |found, &bits| found | u16::from(bits & 0x7f80 == 0x7f80))
             == 0
+    }
+}
+
+/// Elements of the rows of [`TILE_SIZE`] pairs of rows; missing rows are empty.
+struct PairWords<'a> {
+    rows: [[&'a [u16]; 2]; TILE_SIZE],
+}
+
+impl PairWords<'_> {
+    /// Returns the pairs of one dim; 0 for missing rows and dims.
+    #[inline(always)]
+    fn of_dim(&self, dim: usize) -> [u32; TILE_SIZE] {
+        let of = |row: &[u16]| row.get(dim).map_or(0, |&bits| u32::from(bits));
+        self.rows.map(|[low, high]| of(low) | of(high) << 16)
+    }
+
+    /// Writes the dims of one pair; 0 for missing rows.
+    #[inline(always)]
+    fn write_pair(&self, pair: usize, into: &mut [u32]) {
+        let [low, high] = self.rows[pair];
+        let dims = low.len().min(into.len());
+        if high.is_empty() {
+            into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+            into[dims..].fill(0);
+        } else {
+            for i in 0..dims {
+                into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+            }
+        }
     }
 }
 
@@ -349,14 +415,15 @@ mod tests {
     #[test]
     fn instructions_equal_the_reference_implementation() {
         for rows in [0..8, 0..5, 1..2, 3..8, 1..9] {
-            let made = both(4, |token, tile| match token {
-                Some(token) => interleave_rows(token, 4, &rows, tile),
-                None => {
-                    let tile = &mut tile[rows.start * 64..rows.end * 64];
-                    InterleaveRows { tile, odd: rows.start % 2 == 1 }
-                        .run::<Array<f32, false, 16>, 4>();
-                }
-            });
+            let made =
+                both(4, |token, tile| match token {
+                    Some(token) => interleave_rows(token, 4, &rows, tile, None),
+                    None => {
+                        let tile = &mut tile[rows.start * 64..rows.end * 64];
+                        InterleaveRows { tile, errors: None, odd: rows.start % 2 == 1 }
+                            .run::<Array<f32, false, 16>, 4>();
+                    }
+                });
             let Some([leaf, types]) = made else {
                 return eprintln!("NOT RUN: this processor lacks AVX-512 BF16");
             };
@@ -367,24 +434,31 @@ mod tests {
             assert!(rows != (0..8) || leaf[64 + 7] == rounded(2, 7) | rounded(3, 7) << 16);
         }
         for vectors in [1, 2, 3, 4] {
-            let made =
-                both(vectors, |token, tile| {
-                    let rows = tile.clone();
-                    let rows = &rows[..2 * vectors * WIDTH];
-                    let into = &mut tile[..2 * 40];
-                    into.fill(0.0);
-                    match (token, vectors) {
-                        (Some(token), _) => narrow_rows(token, vectors, rows, into, 40, 8),
-                        (None, 1) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
-                            .run::<Array<f32, false, 16>, 1>(),
-                        (None, 2) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
-                            .run::<Array<f32, false, 16>, 2>(),
-                        (None, 3) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
-                            .run::<Array<f32, false, 16>, 3>(),
-                        (None, _) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
-                            .run::<Array<f32, false, 16>, 4>(),
+            let made = both(vectors, |token, tile| {
+                let rows = tile.clone();
+                let rows = &rows[..2 * vectors * WIDTH];
+                let into = &mut tile[..2 * 40];
+                into.fill(0.0);
+                match (token, vectors) {
+                    (Some(token), _) => narrow_rows(token, vectors, rows, into, (40, 8), false),
+                    (None, 1) => {
+                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
+                            .run::<Array<f32, false, 16>, 1>()
                     }
-                });
+                    (None, 2) => {
+                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
+                            .run::<Array<f32, false, 16>, 2>()
+                    }
+                    (None, 3) => {
+                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
+                            .run::<Array<f32, false, 16>, 3>()
+                    }
+                    (None, _) => {
+                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
+                            .run::<Array<f32, false, 16>, 4>()
+                    }
+                }
+            });
             let Some([leaf, types]) = made else { return };
             assert_eq!(leaf, types, "{vectors}");
         }

@@ -27,16 +27,18 @@ use annulus_core::{Result, Spec};
 
 use crate::{
     simd::{
+        amx::{TILE_SIZE, TileProduct, TileUnit},
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         vector::{Vector, each_row_mut, unrolled},
     },
     tile::{
         aligned::Aligned,
-        bf16_pairs::{MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
+        bf16_pairs::{LOW, MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
         gemm::each_register_tile,
         geometry::{Geometry, TileCoord},
         pack::PanelView,
         tile_mask::{TILE, TileMask},
+        tile_products::{finite_pairs, halves, nonfinite_halves},
     },
 };
 
@@ -44,6 +46,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct DsTile<A> {
     elements: Aligned<A>,
+    /// Terms that are added to the elements, if they are sums of two bf16; else empty.
+    errors: Aligned<A>,
     /// Elements of a row: 64, or 32 pairs of bf16.
     stride: usize,
     /// Visible keys of each query.
@@ -57,6 +61,7 @@ impl<A: Real> DsTile<A> {
         let stride = geometry.packed_rows(TILE);
         Ok(Self {
             elements: Aligned::zeroed(if backward { TILE * stride } else { 0 })?,
+            errors: Aligned::zeroed(if backward && geometry.split { TILE * stride } else { 0 })?,
             stride,
             lane_words: [0; TILE],
             inserted: 0,
@@ -65,7 +70,7 @@ impl<A: Real> DsTile<A> {
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.elements.bytes()
+        self.elements.bytes() + self.errors.bytes()
     }
 
     /// Resets the tile to no visible pair. Its elements are unspecified until [`DsTile::complete`]:
@@ -76,6 +81,7 @@ impl<A: Real> DsTile<A> {
         self.inserted = 0;
         if self.stride != TILE {
             self.elements.fill(A::ZERO);
+            self.errors.fill(A::ZERO);
         }
     }
 
@@ -93,6 +99,11 @@ impl<A: Real> DsTile<A> {
         }
     }
 
+    /// Iterates over the elements and the terms that are added to them.
+    fn terms(&self) -> impl Iterator<Item = &[A]> {
+        [&self.elements, &self.errors].into_iter().map(|terms| &**terms).filter(|t| !t.is_empty())
+    }
+
     /// Returns the range of elements of a row that holds the visible keys of the rows `rows`.
     /// Around it dS is 0, so that leaving it out changes no bit of a sum.
     fn keys(&self, rows: Range<usize>) -> Range<usize> {
@@ -108,6 +119,25 @@ impl<A: Real> DsTile<A> {
     fn zero(&mut self, rows: Range<usize>, lanes: Range<usize>) {
         for row in self.elements[rows.start * TILE..rows.end * TILE].chunks_exact_mut(TILE) {
             row[lanes.clone()].fill(A::ZERO);
+        }
+    }
+
+    /// Zeroes the lanes `lanes` of rows of pairs: those without a key, which are unspecified and may
+    /// be NaN. The end is even.
+    fn zero_pairs(&mut self, rows: Range<usize>, lanes: Range<usize>) {
+        if lanes.is_empty() {
+            return;
+        }
+        for terms in [&mut self.elements, &mut self.errors] {
+            let rows = rows.start * self.stride..rows.end * self.stride;
+            for row in terms.get_mut(rows).unwrap_or_default().chunks_exact_mut(self.stride) {
+                let row = as_pairs_mut(row);
+                if !lanes.start.is_multiple_of(2) {
+                    let pair = &mut row[lanes.start / 2];
+                    *pair = f32::from_bits(pair.to_bits() & LOW);
+                }
+                row[lanes.start.div_ceil(2)..lanes.end / 2].fill(0.0);
+            }
         }
     }
 
@@ -137,7 +167,13 @@ impl<A: Real> DsTile<A> {
         if self.stride == TILE {
             A::run_kernel(token, coord.vectors, CopyStrip { from, into, lane });
         } else {
-            narrow_rows(token, coord.vectors, from, into, self.stride, lane / 2);
+            let to = (self.stride, lane / 2);
+            narrow_rows(token, coord.vectors, from, into, to, false);
+            if !self.errors.is_empty() {
+                let into = &mut self.errors[rows.start * self.stride..rows.end * self.stride];
+                narrow_rows(token, coord.vectors, from, into, to, true);
+            }
+            self.zero_pairs(rows, lane + coord.keys.len()..lane + coord.width);
         }
     }
 }
@@ -174,7 +210,9 @@ impl<A: Real> DsTile<A> {
                 width,
                 column,
             };
-            if panel.pairs && !panel.finite {
+            if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+                kernel.run_on_tiles(unit, token, vectors);
+            } else if panel.pairs && !panel.finite {
                 kernel.run_masked_pairs(token, vectors);
             } else {
                 A::run_products(token, panel.pairs, vectors, kernel);
@@ -263,6 +301,50 @@ impl<A: Real> DqProducts<'_, A> {
         });
     }
 
+    /// Computes the product over bf16 pairs on tiles.
+    fn run_on_tiles(self, unit: TileUnit, token: IsaToken, vectors: usize) {
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let chunks = keys.len().div_ceil(2 * TILE_SIZE);
+        let stride = panel.reduction_stride;
+        let panel_lines = as_pairs(panel.pairs_along_rows(keys.start));
+        let panel_lines = &panel_lines[..chunks * TILE_SIZE * stride];
+        let copy = (!panel.finite).then(|| finite_pairs(panel_lines));
+        for terms in tile.terms() {
+            let product = TileProduct {
+                a: &as_pairs(terms)[first_row * tile.stride..],
+                a_stride: tile.stride,
+                b: &copy.as_deref().unwrap_or(panel_lines)[column..],
+                b_stride: stride,
+                rows: into.len() / width,
+                c: &mut as_pairs_mut(into)[column..],
+                c_stride: width,
+                chunks,
+                tiles: vectors,
+                add: true,
+            };
+            unit.run(token, product);
+        }
+        if panel.finite {
+            return;
+        }
+        // visible queries add the products of the elements that are not finite
+        let columns = column..column + vectors * TILE_SIZE;
+        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
+            let c = as_pairs_mut(c);
+            let ds = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
+            for (pair, (&ds, line)) in ds.iter().zip(panel_lines.chunks(stride)).enumerate() {
+                for (dim, (half, element)) in columns
+                    .clone()
+                    .flat_map(|dim| nonfinite_halves(line[dim]).map(move |found| (dim, found)))
+                {
+                    if tile.lane_words[row] >> (2 * pair + half) & 1 != 0 {
+                        c[dim] += element * halves(ds)[half];
+                    }
+                }
+            }
+        }
+    }
+
     /// Computes the product over bf16 pairs with masked keys skipped, for panels that are not
     /// finite.
     fn run_masked_pairs(self, token: IsaToken, vectors: usize) {
@@ -272,10 +354,8 @@ impl<A: Real> DqProducts<'_, A> {
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
             let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
             let c = &mut as_pairs_mut(c)[column..];
-            token.run_pair_kernel(
-                vectors,
-                MaskedPairRow { a, b, stride, visible: tile.lane_words[row], c },
-            );
+            let visible = tile.lane_words[row];
+            token.run_pair_kernel(vectors, MaskedPairRow { a, b, stride, visible, c });
         }
     }
 

@@ -4,15 +4,16 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, Dims, Spec};
+use annulus_core::{DType, Dims, Precision, Spec};
 
 use crate::{
     simd::{
+        amx::TILE_SIZE,
         dispatch::{IsaToken, Real},
-        isa::Isa,
     },
     tile::{
-        bf16_pairs::PackPairLanes,
+        bf16_pairs::{PackPairLanes, interleave_rows},
+        gemm::Weights,
         input::{Acc, Plane, TileInput},
         pack::{PackLanes, PanelFormat, padded},
         tile_mask::{LaneAxis, TILE},
@@ -68,28 +69,39 @@ pub(crate) struct Geometry {
     strip_vectors: usize,
     /// True if operands of products are pairs of bf16; see [`crate::tile::bf16_pairs`].
     pub(crate) bf16_pairs: bool,
+    /// True if pairs are multiplied on tiles; see [`crate::simd::amx`].
+    tiles: bool,
+    /// True if P and dS are sums of two bf16; see [`crate::tile::bf16_pairs`].
+    pub(crate) split: bool,
 }
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, token: IsaToken) -> Self {
         // pairs of keys are adjacent rows of a block, which the reproducible order must not depend
         // on
-        let bf16_pairs = matches!(token.isa(), Isa::Avx512Bf16)
+        let bf16_pairs = token.isa().multiplies_pairs()
             && matches!(spec.dtype, DType::Bf16)
             && spec.leaf_rows.is_none();
+        let tiles = bf16_pairs && token.tile_unit().is_some();
         Self {
             dims: spec.dims,
             token,
             vector_lanes: A::WIDTH,
             strip_vectors: token.max_vectors(),
             bf16_pairs,
+            tiles,
+            split: tiles && !matches!(spec.precision, Precision::Default),
         }
     }
 
     /// Returns the rows of a packed strip of vectors of length `dim`: one per element, or one per
-    /// pair of elements.
+    /// pair of elements, in whole tiles.
     pub(crate) const fn packed_rows(&self, dim: usize) -> usize {
-        if self.bf16_pairs { dim.div_ceil(2) } else { dim }
+        match (self.bf16_pairs, self.tiles) {
+            (false, _) => dim,
+            (true, false) => dim.div_ceil(2),
+            (true, true) => dim.div_ceil(2).next_multiple_of(TILE_SIZE),
+        }
     }
 
     /// Returns the format of panels; `interleaved` for panels that are also summed along their
@@ -98,8 +110,19 @@ impl Geometry {
         match (self.bf16_pairs, interleaved) {
             (false, _) => PanelFormat::Widened,
             (true, false) => PanelFormat::Pairs,
+            (true, true) if self.tiles => PanelFormat::TransposedPairs,
             (true, true) => PanelFormat::InterleavedPairs,
         }
+    }
+
+    /// Returns the format of the keys of dQ += dS·K, which are the vector operand.
+    pub(crate) const fn dq_panel_format(&self) -> PanelFormat {
+        if self.bf16_pairs { PanelFormat::InterleavedPairs } else { PanelFormat::Widened }
+    }
+
+    /// Rounds the rows of a strip of accumulators up to whole register tiles.
+    const fn accumulator_rows(&self, dim: usize) -> usize {
+        if self.tiles { dim.next_multiple_of(TILE_SIZE) } else { padded(dim) }
     }
 
     /// Returns the same geometry with strips of which a whole number covers a tile of
@@ -194,6 +217,24 @@ impl Geometry {
         }
     }
 
+    /// Returns the rows `rows` of a tile of P or dS as factors of a product. Pairs of bf16 are made
+    /// in place, and if they are sums of two, the second ones in `errors`.
+    pub(crate) fn weights<'a, A: Real>(
+        &self,
+        vectors: usize,
+        rows: &Range<usize>,
+        tile: &'a mut [A],
+        errors: &'a mut [A],
+    ) -> Weights<'a, A> {
+        let width = vectors * self.vector_lanes;
+        let span = rows.start * width..rows.end * width;
+        let mut errors = self.split.then_some(errors);
+        if self.bf16_pairs {
+            interleave_rows(self.token, vectors, rows, tile, errors.as_deref_mut());
+        }
+        Weights { elements: &tile[span.clone()], errors: errors.map(|errors| &errors[span]) }
+    }
+
     /// Returns the query heads of the group of KV head `kv_head`.
     pub(crate) const fn heads(&self, kv_head: usize) -> Range<usize> {
         let group = self.dims.group();
@@ -215,13 +256,13 @@ impl Geometry {
     /// Returns the rows of a strip of q, k or their gradients: head_dim padded to whole register
     /// tiles.
     pub(crate) const fn head_rows(&self) -> usize {
-        padded(self.dims.head_dim)
+        self.accumulator_rows(self.dims.head_dim)
     }
 
     /// Returns the rows of a strip of v, out or their gradients: value_dim padded to whole register
     /// tiles.
     pub(crate) const fn value_rows(&self) -> usize {
-        padded(self.dims.value_dim)
+        self.accumulator_rows(self.dims.value_dim)
     }
 }
 

@@ -17,6 +17,7 @@ use annulus_core::Result;
 
 use crate::{
     simd::{
+        amx::TILE_SIZE,
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         element::Float,
         isa::prefetch_l1,
@@ -50,8 +51,11 @@ pub(crate) struct PanelRows<L> {
     pub(crate) finite: bool,
     /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
     pub(crate) pairs: bool,
-    /// Pairs along the rows, two rows per line, for [`PanelFormat::InterleavedPairs`]; else empty.
-    interleaved: L,
+    /// Pairs along the rows, for [`PanelFormat::InterleavedPairs`] and
+    /// [`PanelFormat::TransposedPairs`]; else empty.
+    along_rows: L,
+    /// True if a line of `along_rows` is a dim, not two rows.
+    pub(crate) transposed: bool,
     /// Elements between two rows of [`PanelView::reduction_rows`].
     pub(crate) reduction_stride: usize,
 }
@@ -69,8 +73,10 @@ pub(crate) enum PanelFormat {
     Widened,
     /// Pairs of bf16 along the dims.
     Pairs,
-    /// Pairs of bf16 along the dims, and a second copy with pairs along the rows.
+    /// Pairs of bf16 along the dims, and a second copy with pairs along the rows, two rows per line.
     InterleavedPairs,
+    /// The same with a dim per line of the second copy: the first operand of a product of tiles.
+    TransposedPairs,
 }
 
 impl<A: Real> Panel<A> {
@@ -87,24 +93,29 @@ impl<A: Real> Panel<A> {
         format: PanelFormat,
     ) -> Result<Self> {
         let pairs = format != PanelFormat::Widened;
-        let interleaved =
-            if format == PanelFormat::InterleavedPairs { rows.div_ceil(2) * stride } else { 0 };
-        let interleaved = Aligned::zeroed(interleaved)?;
-        let reduction_stride = stride;
-        let stride = if pairs { padded(dim.div_ceil(2)) } else { stride };
+        let transposed = format == PanelFormat::TransposedPairs;
+        let row_pairs = rows.div_ceil(2).next_multiple_of(TILE_SIZE);
+        let (lines, reduction_stride) = match format {
+            PanelFormat::Widened | PanelFormat::Pairs => (0, stride),
+            PanelFormat::InterleavedPairs => (row_pairs, stride),
+            PanelFormat::TransposedPairs => (dim.next_multiple_of(TILE_SIZE), row_pairs),
+        };
+        let along_rows = Aligned::zeroed(lines * reduction_stride)?;
+        let stride = if pairs { dim.div_ceil(2).next_multiple_of(TILE_SIZE) } else { stride };
         let elements = Aligned::zeroed(rows * stride)?;
-        Ok(Self { elements, stride, finite: true, pairs, interleaved, reduction_stride })
+        Ok(Self { elements, stride, finite: true, pairs, along_rows, transposed, reduction_stride })
     }
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.elements.bytes() + self.interleaved.bytes()
+        self.elements.bytes() + self.along_rows.bytes()
     }
 
     /// Returns the packed rows as an operand of a product.
     pub(crate) fn view(&self) -> PanelView<'_, A> {
-        let Self { ref elements, stride, finite, pairs, ref interleaved, reduction_stride } = *self;
-        PanelView { elements, stride, finite, pairs, interleaved, reduction_stride }
+        let Self { ref elements, stride, finite, pairs, ref along_rows, .. } = *self;
+        let Self { transposed, reduction_stride, .. } = *self;
+        PanelView { elements, stride, finite, pairs, along_rows, transposed, reduction_stride }
     }
 
     /// Packs the vectors `rows` of one head, at most as many as there is room for.
@@ -124,8 +135,9 @@ impl<A: Real> Panel<A> {
                 rows,
                 rows_of_pairs: &mut self.elements,
                 stride: self.stride,
-                interleaved: &mut self.interleaved,
-                interleaved_stride: self.reduction_stride,
+                along_rows: &mut self.along_rows,
+                along_rows_stride: self.reduction_stride,
+                transposed: self.transposed,
             };
             self.finite = A::run(token, 1, kernel);
         } else {
@@ -164,7 +176,8 @@ impl<'a, A: Real> PanelView<'a, A> {
             stride,
             finite: true,
             pairs: false,
-            interleaved: &[],
+            along_rows: &[],
+            transposed: false,
             reduction_stride: stride,
         })
     }
@@ -181,11 +194,18 @@ impl<'a, A: Real> PanelView<'a, A> {
     pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &'a [A] {
         if self.pairs {
             let pairs = pairs_of(rows);
-            &self.interleaved
-                [pairs.start * self.reduction_stride..pairs.end * self.reduction_stride]
+            debug_assert!(!self.transposed);
+            &self.along_rows[pairs.start * self.reduction_stride..pairs.end * self.reduction_stride]
         } else {
             self.rows(rows.clone())
         }
+    }
+
+    /// Returns pairs along the rows, from those of row `first` on, in whole lines: two rows per
+    /// line or, if they are transposed, a dim.
+    pub(crate) fn pairs_along_rows(&self, first: usize) -> &'a [A] {
+        let step = if self.transposed { 1 } else { self.reduction_stride };
+        &self.along_rows[first / 2 * step..]
     }
 
     /// Returns the rows `rows`, `stride` apart. The last one may end with its vector.

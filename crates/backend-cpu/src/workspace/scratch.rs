@@ -125,7 +125,7 @@ impl<A: Real> ThreadScratch<A> {
                 gradient(geometry.key_block()),
                 head,
                 geometry.padded_head_dim(),
-                geometry.panel_format(true),
+                geometry.dq_panel_format(),
             )?,
             ds_tile: DsTile::new(geometry, backward)?,
             lanes_head: Aligned::zeroed(lanes * geometry.packed_rows(head))?,

@@ -32,7 +32,6 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
-        pack::padded,
         softmax::Partial,
         tile_mask::TILE,
     },
@@ -247,9 +246,9 @@ impl<A: Real> PassState<A> {
         let most_keys = annulus_core::index(shard.most_block_rows).max(shard.keys.len());
         let k_rows = geometry.block_rows(most_keys, 1, threads, most_k_rows);
         let acc_rows = if backward {
-            padded(dims.head_dim.max(dims.value_dim)).max(geometry.padded_head_dim())
+            geometry.head_rows().max(geometry.value_rows()).max(geometry.padded_head_dim())
         } else {
-            padded(dims.value_dim)
+            geometry.value_rows()
         };
         let batches = if shard.queries.is_empty() { 0 } else { dims.batch };
         let all_blocks = batches * dims.kv_heads * shard.queries.len().div_ceil(q_rows);

@@ -6,8 +6,8 @@ use std::{process::Command, sync::Arc};
 use annulus_core::{Backend, DType, Dims, Dropout, Precision, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
-use annulus_test_cases::{Answer, Draw, plain};
-use ndarray::{Array4, Zip};
+use annulus_test_cases::{Answer, Case, Draw, plain};
+use ndarray::{Array2, Array4, Axis, Slice, Zip, s};
 
 use crate::{
     ranks::{OnRanks, Rank},
@@ -37,12 +37,13 @@ fn probs_dtype(cpu: &Cpu, spec: &Spec) -> Option<DType> {
 
 #[test]
 fn rounded_probs_are_within_twice_the_error_of_plain_bf16() {
-    let isas = [Isa::Avx512Bf16, Isa::Portable];
+    let isas = [Isa::Avx512Bf16, Isa::Amx, Isa::AmxEmulated, Isa::Portable];
     for (number, isa) in (0..8)
         .flat_map(|number| isas.map(|isa| (number, isa)))
         .filter(|(_, isa)| isa.is_available())
     {
         let mut spec = Spec::new(Dims::new(1, 150, 2, 40), DType::Bf16);
+        spec.precision = Precision::Default;
         spec.mask = Arc::new(mask::Causal::default());
         // scores up to about 20, or 4
         spec.scale *= if number % 2 == 0 { 4.0 } else { 1.0 };
@@ -75,8 +76,8 @@ fn every_instruction_set_is_about_as_accurate_as_the_portable_one() {
             distances(&case.run(&cpu, &Layout::Contiguous, 1).unwrap(), &want)
         };
         let portable = of(Isa::Portable);
-        for isa in [Isa::Neon, Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_available())
-        {
+        let isas = [Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::AmxEmulated];
+        for isa in isas.into_iter().filter(|isa| isa.is_available()) {
             for (ours, portable) in of(isa).into_iter().zip(portable) {
                 assert!(ours <= 2.0 * portable, "{dtype}, {isa}: {ours:e}, portable {portable:e}");
             }
@@ -94,19 +95,20 @@ fn probs_are_rounded_only_where_the_spec_allows_it() {
         (DType::Bf16, Precision::High),
         (DType::F32, Precision::Default),
     ] {
-        assert_eq!(cpu.isa_for(&spec(dtype, precision)), cpu.isa());
+        let isa = cpu.isa_for(&spec(dtype, precision)).unwrap();
+        assert!(dtype == DType::Bf16 && isa == Isa::Amx || Ok(isa) == cpu.isa());
         assert!(!free || probs_dtype(&cpu, &spec(dtype, precision)).is_none());
     }
     let allowed = spec(DType::Bf16, Precision::Default);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
         assert_eq!(cpu.isa_for(&allowed), Ok(isa));
-        assert_eq!(probs_dtype(&cpu, &allowed), (isa == Isa::Avx512Bf16).then_some(DType::Bf16));
+        assert_eq!(probs_dtype(&cpu, &allowed), isa.multiplies_pairs().then_some(DType::Bf16));
         assert_eq!(probs_dtype(&cpu, &spec(DType::F16, Precision::Default)), None);
     }
     // the selected instruction set is the one that runs
     let chosen = cpu.isa_for(&allowed).unwrap();
-    assert_eq!(probs_dtype(&cpu, &allowed).is_some(), chosen == Isa::Avx512Bf16);
+    assert_eq!(probs_dtype(&cpu, &allowed).is_some(), chosen.multiplies_pairs());
     let run = |cpu: &Cpu| {
         support::case(allowed.clone(), &mut Draw::new(5)).run(cpu, &Layout::Contiguous, 1).unwrap()
     };
@@ -114,6 +116,40 @@ fn probs_are_rounded_only_where_the_spec_allows_it() {
     if Isa::Avx512Bf16.is_available() {
         let run = |isa| run(&Cpu::new(1).unwrap().with_isa(isa).unwrap());
         assert!(run(Isa::Avx512Bf16).same_bits(&run(Isa::Avx512)).is_err());
+    }
+}
+
+/// Documents that begin at odd rows share a pair of bf16 with the row before.
+#[test]
+fn a_masked_nan_changes_no_bit_where_rows_are_multiplied_in_pairs() {
+    const LEN: usize = 192;
+    let pairs = Isa::ALL.into_iter().filter(|isa| isa.multiplies_pairs() && isa.is_available());
+    for (isa, first) in pairs.flat_map(|isa| [13, 64, 77].map(|first| (isa, first))) {
+        let mut spec = Spec::new(Dims::new(1, LEN, 2, 24), DType::Bf16);
+        spec.precision = Precision::Default;
+        let mut clean = support::case(spec, &mut Draw::new(970 + first as u64));
+        clean.dlse = None;
+        let ids = Array2::from_shape_fn((1, LEN), |(_, row)| i32::from(row >= first));
+        clean.batch.q_segment_ids = Some(ids.clone());
+        clean.batch.kv_segment_ids = Some(ids);
+        let run = |case: &Case| {
+            let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
+            case.run(&cpu, &Layout::Contiguous, 1).unwrap()
+        };
+        let want = run(&clean);
+        for row in [first - 1, first] {
+            let mut poisoned = clean.clone();
+            for tensor in [&mut poisoned.q, &mut poisoned.k, &mut poisoned.v, &mut poisoned.dout] {
+                tensor.slice_mut(s![.., row, .., ..]).fill(f64::NAN);
+            }
+            let got = run(&poisoned);
+            let rows = Slice::from(if row < first { first..LEN } else { 0..first });
+            let four = |of: &Answer| [&of.out, &of.dq, &of.dk, &of.dv].map(Clone::clone);
+            for (index, (got, want)) in four(&got).iter().zip(&four(&want)).enumerate() {
+                let [got, want] = [got, want].map(|array| array.slice_axis(Axis(1), rows));
+                assert_eq!(got, want, "{isa}: out, dq, dk or dv ({index}), NaN in row {row}");
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use annulus_conformance::{
     subjects::{Mixed, cpu, cpu_delayed, cpu_with_isa},
     suite::{self, Poison, Scale},
 };
+use annulus_core::DType;
 use annulus_cpu::Isa;
 use proptest::prelude::*;
 
@@ -37,13 +38,25 @@ fn the_numeric_rules_hold_on_the_cpu() {
 #[test]
 fn every_instruction_set_of_this_machine_holds() {
     let isas = Isa::ALL.into_iter().filter(|isa| isa.is_available());
-    for isa in isas.filter(|&isa| isa != Isa::Avx512Bf16) {
+    for isa in isas.filter(|isa| !isa.multiplies_pairs()) {
         let subject = cpu_with_isa(isa);
         for &dtype in subject.dtypes() {
             suite::numeric_rules_on(&subject, dtype, &Setting::ALONE).unwrap();
         }
         suite::matrix(&subject, Scale::OneIn(23)).unwrap();
         suite::random_cases(&subject, 0..60).unwrap();
+    }
+}
+
+/// Operands are multiplied as pairs of bf16, by vectors or by tiles.
+#[test]
+fn every_instruction_set_of_pairs_holds_for_bf16() {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.multiplies_pairs() && isa.is_available());
+    for isa in isas {
+        let subject = cpu_with_isa(isa);
+        suite::numeric_rules_on(&subject, DType::Bf16, &Setting::ALONE).unwrap();
+        suite::nonfinite_on(&subject, Poison::NanAndInfinities, DType::Bf16, &[Setting::ALONE])
+            .unwrap();
     }
 }
 
