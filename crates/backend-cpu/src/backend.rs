@@ -121,6 +121,7 @@ impl Backend for Cpu {
             kv_tile: TILE as u64,
             reproducible: true,
             out_residual: true,
+            second_derivatives: true,
         })
     }
 
