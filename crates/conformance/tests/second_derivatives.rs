@@ -1,5 +1,5 @@
 //! JVP and double backward against the oracle: random attentions on rings of threads, and what is
-//! refused. The oracle itself against finite differences.
+//! refused. The oracle itself against finite differences and torch's autograd.
 //!
 //! The error that a result may have follows from its condition: the oracle computes inputs that are
 //! changed by a relative δ = 2⁻²⁰, and the largest change of an array, divided by δ, is multiplied
@@ -8,10 +8,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use annulus::{
-    Attention, BackwardMode, Batch, DType, Dims, Division, Element, Error, Layout, LocalRing,
-    Result, Route, Runtime, Strategy, Tensors,
+    Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Error, Layout,
+    LocalRing, Result, Route, Runtime, SinkShape, Strategy, Tensors,
 };
-use annulus_conformance::{Case, Draw, Truth, epsilon};
+use annulus_conformance::{Case, Draw, Masks, Truth, epsilon};
 use annulus_core::{
     Spec,
     oracle::{self, Direction},
@@ -154,6 +154,8 @@ impl Directed {
         let dlse = dlse.as_ref().map(|dlse| dlse.view());
         let (primal, direction) = (primal.tensors(), direction.tensors());
         let double = ring.double_backward(&primal, dout.view(), dlse, &direction)?;
+        let sent = |report: &annulus::Report| report.bytes_sent == report.bytes_predicted;
+        assert!(jvp.reports.iter().chain(&double.inputs.reports).all(sent));
         let bits = |x: &T| if x.to_f64().is_nan() { u64::MAX } else { x.to_f64().to_bits() };
         assert!(jvp.out_tangent.iter().map(bits).eq(double.ddout.iter().map(bits)));
         let gradients = double.inputs;
@@ -279,6 +281,88 @@ fn long_attentions_have_the_second_derivatives_of_the_oracle() {
     for (first, dtype) in [(4000, DType::F64), (5000, DType::F32), (6000, DType::Bf16)] {
         check((first..first + 12).map(|seed| (seed, Case::random_long(seed))), dtype);
     }
+}
+
+/// Number `n` of tensor `seed` of `scripts/second-derivatives-golden`.
+fn number(n: usize, seed: usize) -> f64 {
+    ((n + 1) * (2 * seed + 3) * 7919 % 1009) as f64 / 504.5 - 1.0
+}
+
+/// A tensor of `scripts/second-derivatives-golden`.
+fn numbers<D: Dimension>(shape: impl ndarray::ShapeBuilder<Dim = D>, seed: usize) -> Array<f64, D> {
+    let mut n = 0;
+    Array::from_shape_simple_fn(shape, || {
+        n += 1;
+        number(n - 1, seed)
+    })
+}
+
+#[test]
+fn the_oracle_and_a_ring_have_the_double_backward_of_torch() {
+    let golden = include_str!("second-derivatives.txt");
+    let dims = Dims { kv_heads: 2, value_dim: 3, ..Dims::new(2, 7, 4, 5) };
+    for (place, order) in [("after", BiasOrder::AfterSoftCap), ("before", BiasOrder::BeforeSoftCap)]
+    {
+        let spec = Spec {
+            scale: 0.4,
+            soft_cap: Some(3.0),
+            bias: Some([1, 4, 7, 7]),
+            bias_order: order,
+            sinks: Some(SinkShape::per_head(2)),
+            ..Spec::new(dims, DType::F64)
+        };
+        let masks = Masks { causal: true, ..Masks::default() };
+        let draw = &mut Draw::new(0);
+        let mut directed = Directed::of(Case::new("torch", spec, masks, draw), draw);
+        for (case, first) in [(&mut directed.case, 0), (&mut directed.direction, 10)] {
+            case.q = numbers((2, 7, 4, 5), first);
+            case.k = numbers((2, 7, 2, 5), first + 1);
+            case.v = numbers((2, 7, 2, 3), first + 2);
+            case.bias = Some(numbers((1, 4, 7, 7), first + 3));
+            case.sinks = Some(numbers((4, 2), first + 4));
+        }
+        directed.case.dout = numbers((2, 7, 4, 3), 20);
+        directed.case.dlse = Some(numbers((2, 4, 7), 21));
+        let mut ring = ring(&directed.case, Division::new(), 1, 3).unwrap();
+        for results in [directed.truth().unwrap(), directed.computed(&mut ring).unwrap()] {
+            let lines = golden.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+            let lines: Vec<_> = lines.filter(|words| words[0] == place).collect();
+            assert_eq!(lines.len(), 7);
+            for words in lines {
+                let (_, got) = results.iter().find(|(name, _)| *name == words[1]).unwrap();
+                let want: Vec<f64> = words[2..].iter().map(|word| word.parse().unwrap()).collect();
+                assert_eq!(got.len(), want.len());
+                let apart = got.iter().zip(&want).map(|(got, want)| (got - want).abs());
+                assert!(apart.fold(0.0, f64::max) < 1e-13, "{place} {}", words[1]);
+            }
+        }
+    }
+}
+
+/// Results with one term left out, as of a kernel that forgets it, are not accepted.
+#[test]
+fn the_judge_finds_planted_mistakes() {
+    let mut caught = 0;
+    for seed in 8000..8020 {
+        let dims = Dims { kv_heads: 1, ..Dims::new(1, 17, 2, 8) };
+        let spec = Spec { soft_cap: Some(5.0), ..Spec::new(dims, DType::F64) };
+        let draw = &mut Draw::new(seed);
+        let case = Case::new("planted", spec, Masks::default(), draw);
+        let right = Directed::of(case, draw);
+        assert_eq!(right.judge(&right.truth().unwrap()), Ok(()));
+        let wrong = |change: &dyn Fn(&mut Directed)| {
+            let mut wrong =
+                Directed { case: right.case.clone(), direction: right.direction.clone() };
+            change(&mut wrong);
+            right.judge(&wrong.truth().unwrap()).unwrap_err();
+        };
+        wrong(&|of| of.direction.k.fill(0.0));
+        wrong(&|of| of.direction.v[[0, 3, 0, 1]] *= 1.0 + 1e-9);
+        wrong(&|of| of.case.spec.soft_cap = None);
+        wrong(&|of| of.case.dout[[0, 16, 1, 7]] += 1e-9);
+        caught += 4;
+    }
+    assert_eq!(caught, 80);
 }
 
 /// Central differences of the oracle's first derivatives along the direction.

@@ -318,10 +318,10 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             keys, values, q_lanes, dout_lanes, tiles, tile_mask, gradients, ..
         } = scratch;
         let at = |stride: usize| tile * TILE * stride;
-        let k = keys.view().from_element(at(keys.stride));
-        let v = values.view().from_element(at(values.stride));
-        let k_tangent = k.from_element(dims.head_dim);
-        let v_tangent = v.from_element(dims.value_dim);
+        let k = keys.view().starting_at(at(keys.stride));
+        let v = values.view().starting_at(at(values.stride));
+        let k_tangent = k.starting_at(dims.head_dim);
+        let v_tangent = v.starting_at(dims.value_dim);
         block.scores(coord, tile_mask, k, q_lanes, tiles, true);
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];

@@ -148,7 +148,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
         }
         let previous = if max_changed { Previous::Rescale(rescale) } else { Previous::Add };
         let v = values.view();
-        let v_tangent = v.from_element(dims.value_dim);
+        let v_tangent = v.starting_at(dims.value_dim);
         let probs = &s[span.clone()];
         let range = strip_elements(strip, self.geometry.value_rows());
         let out = &mut chunk.out[range.clone()];

@@ -178,7 +178,7 @@ impl<'a, A: Real> PanelView<'a, A> {
 
     /// Returns the same panel from element `first` on: later rows, or the second halves of vectors
     /// that consist of two. Each of these has to be followed by as many elements as kernels read.
-    pub(crate) fn from_element(&self, first: usize) -> Self {
+    pub(crate) fn starting_at(&self, first: usize) -> Self {
         Self { elements: &self.elements[first..], ..*self }
     }
 
