@@ -63,6 +63,7 @@ pub struct Attention {
     precision: Precision,
     backward: BackwardMode,
     pub(crate) forward_only: bool,
+    pub(crate) second_derivatives: bool,
     reproducible: bool,
     pub(crate) local_gradients: bool,
 }
@@ -270,6 +271,40 @@ impl Attention {
         self
     }
 
+    /// Plans for second derivatives too: [`crate::Plan::jvp`] and, unless the plan is forward only,
+    /// [`crate::Plan::double_backward`]. Default: false. They take memory for blocks of keys and
+    /// values with their tangents, twice that of a forward pass.
+    ///
+    /// On the CPU, for every mask, layout and route of the ring. Refused with another strategy, in
+    /// the reproducible order, of an unnormalised output, and with a backward pass in two passes
+    /// over several ranks.
+    ///
+    /// # Examples
+    /// The derivative of the outputs along one direction of the queries.
+    /// ```
+    /// use annulus::{Attention, Dims, LocalRing, Tensors};
+    /// use ndarray::Array4;
+    ///
+    /// let x = Array4::<f32>::from_shape_fn((1, 64, 2, 16), |(_, i, h, c)| {
+    ///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
+    /// });
+    /// let zero = Array4::<f32>::zeros(x.dim());
+    /// let attention = Attention::new().causal(true).second_derivatives(true);
+    /// let mut ring = LocalRing::new(&attention, Dims::new(1, 64, 2, 16), 3)?;
+    /// let tensors = Tensors::new(x.view(), x.view(), x.view());
+    /// let along_v = Tensors::new(zero.view(), zero.view(), x.view());
+    /// let jvp = ring.jvp(&tensors, &along_v)?;
+    /// // out is linear in v, and v is the direction
+    /// let apart = &jvp.out_tangent - &jvp.out;
+    /// assert!(apart.iter().all(|x| x.abs() < 1e-5));
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    #[must_use]
+    pub const fn second_derivatives(mut self, second_derivatives: bool) -> Self {
+        self.second_derivatives = second_derivatives;
+        self
+    }
+
     /// Computes results whose bits depend on the inputs, the parameters and the arithmetic of the
     /// machine ([`crate::Plan::numerics`]) only: not on the number of ranks, layout, route,
     /// transport or threads. Default: false, which is faster, above all in the backward pass.
@@ -354,6 +389,7 @@ impl Attention {
         let refusals = [
             (self.backward != BackwardMode::OnePass, "backward_mode"),
             (self.local_gradients, "local_gradients"),
+            (self.second_derivatives, "second_derivatives"),
             (self.bias.is_some(), "bias"),
             (self.unnormalized, "unnormalized"),
         ];

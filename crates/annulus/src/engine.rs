@@ -17,7 +17,8 @@ use annulus_comm::{
 };
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Host, HostTensors, HostView, HostViewMut,
-    Inputs, Outputs, Result, Runs, Space, Spec, Transport, View, ViewMut, Workspace,
+    Inputs, Outputs, Result, Runs, Space, Spec, TangentInputs, TangentOutputs, Transport, View,
+    ViewMut, Workspace,
 };
 use annulus_plan::{
     HeadGrid, Layout, Route, Schedule, Strategy, StrategyTraffic, TrafficOptions, Work,
@@ -45,6 +46,17 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn backward(
         &mut self,
         inputs: BackwardInputs<View<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
+    ) -> Result<Report>;
+    fn jvp(
+        &mut self,
+        inputs: TangentInputs<View<'_, S>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, S>>,
+    ) -> Result<Report>;
+    fn double_backward(
+        &mut self,
+        inputs: TangentInputs<View<'_, S>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, S>>,
         gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report>;
     fn refuse(&mut self, why: Error) -> Error;
@@ -218,6 +230,23 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
         self.ring.backward(&inputs, gradients)
     }
 
+    fn jvp(
+        &mut self,
+        inputs: TangentInputs<View<'_, B::Space>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+    ) -> Result<Report> {
+        self.ring.jvp(&inputs, outputs)
+    }
+
+    fn double_backward(
+        &mut self,
+        inputs: TangentInputs<View<'_, B::Space>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
+    ) -> Result<Report> {
+        self.ring.double_backward(&inputs, outputs, gradients)
+    }
+
     fn refuse(&mut self, why: Error) -> Error {
         self.ring.refuse(why)
     }
@@ -360,6 +389,29 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         either!(&mut self.form, of => of.backward(&inputs, gradients))
     }
 
+    fn jvp(
+        &mut self,
+        inputs: TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+    ) -> Result<Report> {
+        match &mut self.form {
+            Form::Ring(ring) => ring.jvp(&inputs, outputs),
+            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
+        }
+    }
+
+    fn double_backward(
+        &mut self,
+        inputs: TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+    ) -> Result<Report> {
+        match &mut self.form {
+            Form::Ring(ring) => ring.double_backward(&inputs, outputs, gradients),
+            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
+        }
+    }
+
     fn refuse(&mut self, why: Error) -> Error {
         either!(&mut self.form, of => of.refuse(why))
     }
@@ -375,6 +427,12 @@ impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         either!(&self.form, of => fmt::Display::fmt(of, f))
     }
+}
+
+/// Refuses second derivatives on a grid, whose plan with them is refused.
+fn refuse_tangents<B: Backend<Space: HostTensors>>(grid: &mut HeadsRing<B>) -> Error {
+    let strategy = grid.strategy();
+    grid.refuse(Error::unsupported("second_derivatives", format!("strategy {strategy}")))
 }
 
 /// A strategy, and its route if it was chosen for that.

@@ -53,6 +53,7 @@ mod plan;
 mod rank_cache;
 mod rank_tensors;
 mod runtime;
+mod second_derivatives;
 mod setup;
 mod tensors;
 
@@ -72,6 +73,7 @@ pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;
 pub use runtime::Runtime;
+pub use second_derivatives::{DoubleBackward, Jvp};
 pub use setup::Setup;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 /// Crates whose types are in this interface.

@@ -286,6 +286,7 @@ mod tests {
         refused(new(), runtime.clone().on_step(|_| {}), "on_step");
         refused(new().backward_mode(BackwardMode::TwoPass), runtime.clone(), "backward_mode");
         refused(new().local_gradients(true), runtime.clone(), "local_gradients");
+        refused(new().second_derivatives(true), runtime.clone(), "second_derivatives");
         refused(new().bias([1, 1, 1, 1]), runtime.clone(), "bias");
         refused(new().unnormalized(true), runtime.clone(), "unnormalized");
         assert!(cache(&new().precision(Precision::Default), &runtime, shape, 2).is_ok());

@@ -29,7 +29,7 @@ use crate::{
 #[derive(Debug)]
 pub struct LocalRing {
     dims: Dims,
-    ranks: Vec<Plan>,
+    pub(crate) ranks: Vec<Plan>,
     /// Reports of the last pass, one per rank.
     reports: Vec<Report>,
 }
@@ -413,7 +413,7 @@ impl LocalRing {
         self.ranks.iter()
     }
 
-    fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
+    pub(crate) fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
         same_shape("k", tensors.k.shape(), &[batch, kv_len, kv_heads, head_dim])?;
@@ -460,7 +460,10 @@ impl LocalRing {
 
     /// Checks tensors of query rows by name and shape: of out's shape if they have four axes, of
     /// lse's otherwise.
-    fn check_rows<const N: usize>(&self, tensors: [(&str, Option<&[usize]>); N]) -> Result<()> {
+    pub(crate) fn check_rows<const N: usize>(
+        &self,
+        tensors: [(&str, Option<&[usize]>); N],
+    ) -> Result<()> {
         let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
         for (name, got) in tensors {
             match got {

@@ -69,7 +69,7 @@ use crate::{
 /// `S` is the space of the tensors: host memory, or with [`Plan::on_device`] that of the backend.
 #[derive(Debug)]
 pub struct Plan<S: Space = Host> {
-    engine: ProcessOwned<Box<dyn RankEngine<S>>>,
+    pub(crate) engine: ProcessOwned<Box<dyn RankEngine<S>>>,
     cancellation: Cancellation,
 }
 
@@ -281,17 +281,7 @@ impl Plan {
             dout: T::view(dout),
             dlse: dlse.map(rows::<T>),
         };
-        let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
-        let mut gradients = Gradients {
-            dq: T::view_mut(dq),
-            dk: T::view_mut(dk),
-            dv: T::view_mut(dv),
-            dbias: dbias.map(T::Accumulator::view_mut),
-            dsinks: dsoftmax_aux.map(|dsinks| {
-                T::Accumulator::view_mut(dsinks.insert_axis(Axis(2)).insert_axis(Axis(3)))
-            }),
-        };
-        self.engine.backward(inputs, &mut gradients)
+        self.engine.backward(inputs, &mut gradient_views(gradients))
     }
 
     /// Computes the gradients as [`Plan::backward`] does, after computing out and lse again.
@@ -675,7 +665,7 @@ pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Bac
     })
 }
 
-fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<HostView<'a>> {
+pub(crate) fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<HostView<'a>> {
     let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| {
         T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)))
     };
@@ -688,11 +678,26 @@ fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<HostView<'a>> {
     }
 }
 
+pub(crate) fn gradient_views<T: Element>(
+    gradients: BackwardViewMut<'_, T>,
+) -> Gradients<HostViewMut<'_>> {
+    let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
+    Gradients {
+        dq: T::view_mut(dq),
+        dk: T::view_mut(dk),
+        dv: T::view_mut(dv),
+        dbias: dbias.map(T::Accumulator::view_mut),
+        dsinks: dsoftmax_aux.map(|dsinks| {
+            T::Accumulator::view_mut(dsinks.insert_axis(Axis(2)).insert_axis(Axis(3)))
+        }),
+    }
+}
+
 /// Numbers of query rows, as a tensor of four axes.
-fn rows<T: Element>(array: ArrayView3<'_, T::Accumulator>) -> HostView<'_> {
+pub(crate) fn rows<T: Element>(array: ArrayView3<'_, T::Accumulator>) -> HostView<'_> {
     T::Accumulator::view(array.insert_axis(Axis(3)))
 }
 
-fn rows_mut<T: Element>(array: ArrayViewMut3<'_, T::Accumulator>) -> HostViewMut<'_> {
+pub(crate) fn rows_mut<T: Element>(array: ArrayViewMut3<'_, T::Accumulator>) -> HostViewMut<'_> {
     T::Accumulator::view_mut(array.insert_axis(Axis(3)))
 }

@@ -128,7 +128,7 @@ fn slices(rows: &Runs) -> impl Iterator<Item = (usize, usize, Slice)> + '_ {
 }
 
 /// Returns the rows `rows` of `array`, in that order: a view if they are one run, else a copy.
-fn get_rows<'a, T: Element, D: Dimension + RemoveAxis>(
+pub(crate) fn get_rows<'a, T: Element, D: Dimension + RemoveAxis>(
     name: &str,
     array: ArrayView<'a, T, D>,
     axis: Axis,

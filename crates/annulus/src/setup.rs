@@ -56,6 +56,7 @@ impl Setup {
     pub fn ring_options(&self) -> RingOptions {
         RingOptions {
             backward: !self.attention.forward_only,
+            second_derivatives: self.attention.second_derivatives,
             local_gradients: self.attention.local_gradients,
             ..self.division.ring_options()
         }

@@ -122,6 +122,7 @@ impl Backend for Cpu {
             kv_tile: TILE as u64,
             reproducible: true,
             out_residual: true,
+            second_derivatives: true,
         })
     }
 

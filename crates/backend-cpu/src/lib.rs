@@ -8,6 +8,7 @@
 //! | `backward/` | prologue, dq pass, dkv pass, fused pass, epilogue |
 //! | `decode/` | split-KV decode of few queries |
 //! | `forward/` | forward pass tile by tile, epilogue |
+//! | `tangents/` | JVP and double backward |
 //! | `workspace/` | state of a plan, scratch of a thread, blocks in wire order |
 //! | `tile/` | packing, micro-kernels, scores, online softmax, tile mask |
 //! | `threads/` | thread team, ordered reduction |
@@ -48,6 +49,8 @@ mod forward {
     pub(crate) mod query_pass;
     pub(crate) mod tiles;
 }
+
+mod tangents;
 
 mod workspace {
     pub(crate) mod bias_gradient;

@@ -3,13 +3,14 @@
 use annulus_core::{
     BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
     HostBuffer, HostView, HostViewMut, Inputs, LeafSums, Outputs, RangePairs, RankShard, Reduction,
-    Result, RowSet, Tick,
+    Result, RowSet, TangentInputs, TangentOutputs, TangentPass, Tick,
 };
 use half::{bf16, f16};
 
 use crate::{
     backward::{self, calls},
     forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
+    tangents,
     threads::team::Team,
     tile::input::{Acc, TileInput},
     workspace::{
@@ -97,6 +98,73 @@ impl annulus_core::Workspace for CpuWorkspace {
         }
         by_dtype!(self => backward::begin::begin(&inputs, mode))?;
         Ok(CpuBackward { workspace: self, inputs, mode })
+    }
+
+    fn tangents<'p>(
+        &'p mut self,
+        inputs: TangentInputs<HostView<'p>>,
+        _: Tick<'_>,
+    ) -> Result<Box<dyn TangentPass<Host> + 'p>> {
+        let threads = self.team.threads();
+        let is_double = inputs.dout.is_some();
+        by_sums!(&mut self.state, state => tangents::begin(state, threads, is_double))?;
+        Ok(Box::new(CpuTangents { workspace: self, inputs }))
+    }
+}
+
+/// A JVP or a double backward.
+struct CpuTangents<'p> {
+    workspace: &'p mut CpuWorkspace,
+    inputs: TangentInputs<HostView<'p>>,
+}
+
+impl TangentPass<Host> for CpuTangents<'_> {
+    fn local_kv(&mut self, into: &mut HostBuffer) -> Result<()> {
+        by_dtype!(self.workspace => records::pack_tangents(&self.inputs, into))
+    }
+
+    fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
+        by_dtype!(self.workspace => tangents::jvp::attend(&self.inputs, kv, tick))
+    }
+
+    fn write_tangents(
+        &mut self,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        by_dtype!(self.workspace => tangents::finish::write_tangents(&self.inputs, outputs, tick))
+    }
+
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, Host>,
+        dkv: &mut HostBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        by_dtype!(self.workspace => tangents::gradients::attend_kv(&self.inputs, kv, dkv, tick))
+    }
+
+    fn reduce(
+        &mut self,
+        into: &mut HostBuffer,
+        from: &HostBuffer,
+        (): &(),
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<()> {
+        let CpuWorkspace { team, state, .. } = &mut *self.workspace;
+        by_sums!(state, state => {
+            records::reduce_gradients(team, state, into, from, pairs, reduction)
+        })
+    }
+
+    fn finish(
+        &mut self,
+        dkv: &HostBuffer,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+        _: Tick<'_>,
+    ) -> Result<()> {
+        by_dtype!(self.workspace => tangents::finish::write_gradients(&self.inputs, dkv, gradients))
     }
 }
 

@@ -273,6 +273,7 @@ impl Backend for Cuda {
             kv_tile: Variant::kv_tile(variants),
             reproducible: false,
             out_residual: false,
+            second_derivatives: false,
         })
     }
 

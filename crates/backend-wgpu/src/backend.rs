@@ -88,6 +88,7 @@ impl Backend for Wgpu {
             kv_tile: TILE as u64,
             reproducible: false,
             out_residual: false,
+            second_derivatives: false,
         })
     }
 

@@ -90,6 +90,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         layout: setting.layout.clone(),
         route: setting.route,
         backward: true,
+        second_derivatives: false,
         // a ring cannot reduce gradients in device memory: `compute` sums them over ranks, except
         // in the reproducible order, which has an order of its own for them
         local_gradients: case.spec.leaf_rows.is_none(),

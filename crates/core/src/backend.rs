@@ -18,8 +18,8 @@
 use std::ops::Range;
 
 use crate::{
-    BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, LeafSums, Outputs, RankShard,
-    Result, RowSet, Space, Spec, Tick, View, ViewMut,
+    BackwardInputs, BackwardMode, Block, DType, Error, Gradients, Inputs, LeafSums, Outputs,
+    RankShard, Result, RowSet, Space, Spec, TangentInputs, TangentOutputs, Tick, View, ViewMut,
 };
 
 /// Properties of a backend for one [`Spec`], which ranks compare when a plan is made.
@@ -45,6 +45,8 @@ pub struct Capabilities {
     /// True if the backend writes and reads the rounding residual of out
     /// ([`Outputs::out_residual`]).
     pub out_residual: bool,
+    /// True if the backend computes second derivatives ([`Workspace::tangents`]).
+    pub second_derivatives: bool,
 }
 
 /// Passes that a [`Workspace`] is allocated for.
@@ -209,6 +211,23 @@ pub trait Workspace: Send + 'static {
         mode: BackwardMode,
         tick: Tick<'_>,
     ) -> Result<Self::Backward<'p>>;
+
+    /// Starts a JVP or, with [`TangentInputs::dout`], a double backward. Ticks as
+    /// [`Workspace::forward`].
+    ///
+    /// The default serves backends without second derivatives
+    /// ([`Capabilities::second_derivatives`]).
+    ///
+    /// # Errors
+    /// [`Error::Internal`] by default; [`Error::Device`], [`Error::OutOfMemory`].
+    fn tangents<'p>(
+        &'p mut self,
+        inputs: TangentInputs<View<'p, Self::Space>>,
+        tick: Tick<'_>,
+    ) -> Result<Box<dyn TangentPass<Self::Space> + 'p>> {
+        let _ = (inputs, tick);
+        Err(Error::internal("second derivatives of a backend that has none"))
+    }
 }
 
 /// A forward pass: KV blocks are merged into the online softmax of every local query.
@@ -306,6 +325,62 @@ pub trait BackwardPass<S: Space> {
     /// [`ForwardPass::finish`].
     fn finish(
         self,
+        dkv: &S::Buffer,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
+        tick: Tick<'_>,
+    ) -> Result<()>;
+}
+
+/// A JVP or a double backward: every quantity of the forward pass with its tangent and, of a double
+/// backward, then every quantity of the backward pass with its tangent.
+///
+/// ```text
+/// JVP               local_kv, attend…, write_tangents
+/// double backward   local_kv, attend…, write_tangents,  local_kv, attend_kv…, reduce…, finish
+/// ```
+/// KV blocks are records of [`Spec::tangent_row_layout`].
+pub trait TangentPass<S: Space> {
+    /// Packs this rank's keys and values and their tangents, in local order.
+    fn local_kv(&mut self, into: &mut S::Buffer) -> Result<S::Event>;
+
+    /// Merges one KV block into the online softmax, and into its tangent, of every query that
+    /// attends to it.
+    ///
+    /// As [`ForwardPass::attend`], and acc' ← acc'·e^(m − m') + e^(S − m')·(Ṡ∘V + V̇),
+    /// μ ← μ·e^(m − m') + rowsum e^(S − m')·Ṡ
+    fn attend(&mut self, kv: &Block<'_, S>, tick: Tick<'_>) -> Result<()>;
+
+    /// Merges the sinks, once, and writes the tangents of out and lse. Ticks as
+    /// [`ForwardPass::finish`].
+    fn write_tangents(
+        &mut self,
+        outputs: &mut TangentOutputs<ViewMut<'_, S>>,
+        tick: Tick<'_>,
+    ) -> Result<()>;
+
+    /// Accumulates the tangents of dQ and dbias of one KV block, and **writes** the local queries'
+    /// contribution to the tangents of its dK and dV, as [`BackwardPass::attend_kv`]. Only of a
+    /// double backward, like the methods below.
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, S>,
+        dkv: &mut S::Buffer,
+        tick: Tick<'_>,
+    ) -> Result<S::Event>;
+
+    /// As [`BackwardPass::reduce`].
+    fn reduce(
+        &mut self,
+        into: &mut S::Buffer,
+        from: &S::Buffer,
+        ready: &S::Event,
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<S::Event>;
+
+    /// Writes the tangents of the gradients, as [`BackwardPass::finish`].
+    fn finish(
+        &mut self,
         dkv: &S::Buffer,
         gradients: &mut Gradients<ViewMut<'_, S>>,
         tick: Tick<'_>,

@@ -58,7 +58,8 @@ mod transport;
 mod visibility;
 
 pub use backend::{
-    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Reduction, Workspace,
+    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Reduction, TangentPass,
+    Workspace,
 };
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
@@ -78,7 +79,8 @@ pub use mask::Mask;
 pub use message_balance::{MessageBalance, unmatched_pair};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use pass::{
-    BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, View, ViewMut, max_and_sum,
+    BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard, TangentInputs, TangentOutputs,
+    View, ViewMut, max_and_sum,
 };
 pub use placement::{Order, Placement};
 pub use process::{HomeProcess, Process, ProcessOwned};

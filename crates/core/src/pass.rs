@@ -148,6 +148,39 @@ pub struct Gradients<V> {
     pub dsinks: Option<V>,
 }
 
+/// Inputs of a JVP and of a double backward: the inputs of a forward pass, and a direction in their
+/// space.
+///
+/// Of a JVP the direction is the tangent. Of a double backward it is the cotangents of the first
+/// backward pass: that of dq in the place of q, and so on.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TangentInputs<V> {
+    /// Inputs of the forward pass.
+    pub primal: Inputs<V>,
+    /// The direction, shaped and typed as `primal`. Its bias and its sinks may be `None`: 0.
+    pub tangent: Inputs<V>,
+    /// ∂L/∂out of the first backward pass, shaped and typed as out. Present if and only if the pass
+    /// is a double backward.
+    pub dout: Option<V>,
+    /// ∂L/∂lse of the first backward pass, `[b, q_heads, local q_len, 1]` in the accumulator's type;
+    /// `None` is 0.
+    pub dlse: Option<V>,
+}
+
+/// Outputs of a JVP, which are also results of a double backward: ∂L/∂dout and ∂L/∂dlse are the
+/// tangents of out and lse along the cotangents. Their contents before the pass have no effect.
+#[derive(Debug, Clone, Copy)]
+pub struct TangentOutputs<V> {
+    /// Tangent of out, `[b, local q_len, q_heads, dv]`, in the inputs' type.
+    pub out_tangent: V,
+    /// Tangent of lse, `[b, q_heads, local q_len, 1]`, in the accumulator's type.
+    pub lse_tangent: V,
+    /// out, as [`Outputs::out`]; of a JVP only.
+    pub out: Option<V>,
+    /// lse, as [`Outputs::lse`]; of a JVP only.
+    pub lse: Option<V>,
+}
+
 impl<V> Inputs<V> {
     /// Creates a set without bias and sinks.
     pub const fn new(q: V, k: V, v: V) -> Self {
@@ -169,14 +202,14 @@ impl<V> Gradients<V> {
     }
 }
 
-/// Implements the conversions of a set of tensors: a nested set, tensors, optional tensors.
+/// Implements the conversions of a set of tensors: nested sets, tensors, optional tensors.
 macro_rules! tensor_set {
-    ($set:ident { $($nested:ident)? } { $($field:ident)* } { $($optional:ident)* }) => {
+    ($set:ident { $($nested:ident)* } { $($field:ident)* } { $($optional:ident)* }) => {
         impl<V> $set<V> {
             /// Borrows every tensor.
             pub fn as_ref(&self) -> $set<&V> {
                 $set {
-                    $($nested: self.$nested.as_ref(),)?
+                    $($nested: self.$nested.as_ref(),)*
                     $($field: &self.$field,)*
                     $($optional: self.$optional.as_ref(),)*
                 }
@@ -185,7 +218,7 @@ macro_rules! tensor_set {
             /// Borrows every tensor for writing.
             pub fn as_mut(&mut self) -> $set<&mut V> {
                 $set {
-                    $($nested: self.$nested.as_mut(),)?
+                    $($nested: self.$nested.as_mut(),)*
                     $($field: &mut self.$field,)*
                     $($optional: self.$optional.as_mut(),)*
                 }
@@ -194,7 +227,7 @@ macro_rules! tensor_set {
             /// Converts every tensor.
             pub fn map<W>(self, mut convert: impl FnMut(V) -> W) -> $set<W> {
                 $set {
-                    $($nested: self.$nested.map(&mut convert),)?
+                    $($nested: self.$nested.map(&mut convert),)*
                     $($field: convert(self.$field),)*
                     $($optional: self.$optional.map(&mut convert),)*
                 }
@@ -209,7 +242,7 @@ macro_rules! tensor_set {
                 mut convert: impl FnMut(V) -> Result<W>,
             ) -> Result<$set<W>> {
                 Ok($set {
-                    $($nested: self.$nested.try_map(&mut convert)?,)?
+                    $($nested: self.$nested.try_map(&mut convert)?,)*
                     $($field: convert(self.$field)?,)*
                     $($optional: self.$optional.map(&mut convert).transpose()?,)*
                 })
@@ -218,7 +251,7 @@ macro_rules! tensor_set {
             /// Pairs every tensor with that of `other`. An optional one is present if both are.
             pub fn zip<W>(self, other: $set<W>) -> $set<(V, W)> {
                 $set {
-                    $($nested: self.$nested.zip(other.$nested),)?
+                    $($nested: self.$nested.zip(other.$nested),)*
                     $($field: (self.$field, other.$field),)*
                     $($optional: self.$optional.zip(other.$optional),)*
                 }
@@ -227,7 +260,7 @@ macro_rules! tensor_set {
             /// Returns the tensors that there are, in the order of the fields.
             pub fn into_tensors(self) -> impl Iterator<Item = V> {
                 let nested = std::iter::empty();
-                $(let nested = nested.chain(self.$nested.into_tensors());)?
+                $(let nested = nested.chain(self.$nested.into_tensors());)*
                 nested
                     .chain([$(self.$field),*])
                     .chain([$(self.$optional),*].into_iter().flatten())
@@ -240,6 +273,8 @@ tensor_set!(Inputs {} { q k v } { bias sinks });
 tensor_set!(Outputs {} { out lse } { max sum ties out_residual });
 tensor_set!(BackwardInputs { forward } { out max dout } { sum ties out_residual dlse });
 tensor_set!(Gradients {} { dq dk dv } { dbias dsinks });
+tensor_set!(TangentInputs { primal tangent } {} { dout dlse });
+tensor_set!(TangentOutputs {} { out_tangent lse_tangent } { out lse });
 
 /// A block of rows in wire order: records of [`Spec::kv_row_layout`] or [`Spec::query_row_layout`].
 pub struct Block<'a, S: Space> {

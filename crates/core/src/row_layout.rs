@@ -26,6 +26,7 @@ pub struct RowField {
 /// | block | fields | element type |
 /// |---|---|---|
 /// | keys and values | k `[b, kv_heads, d]`, v `[b, kv_heads, dv]` | that of the inputs |
+/// | the same with tangents | (k, its tangent) `[b, kv_heads, 2d]`, (v, its tangent) | inputs |
 /// | their gradients | dk, dv in the same shapes | that of the accumulator |
 /// | the same, reproducible with a bias broadcast over queries | dk, dv, dbias | accumulator |
 /// | queries, two-pass backward | q, dout, row statistics | inputs, inputs, accumulator |

@@ -226,6 +226,17 @@ impl Spec {
         self.key_and_value_layout(self.dtype)
     }
 
+    /// Returns the wire format of one key row with its tangents: for each KV head k and its tangent,
+    /// then for each v and its tangent, in the inputs' type.
+    ///
+    /// A vector and its tangent are adjacent, so that ⟨k, q̇⟩ + ⟨k̇, q⟩ is one product over 2·head_dim
+    /// elements.
+    pub fn tangent_row_layout(&self) -> RowLayout {
+        let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
+        let field = |dim| RowField { batch, heads, dim: 2 * dim, dtype: self.dtype };
+        RowLayout::new([head_dim, value_dim].map(field))
+    }
+
     /// Returns the wire format of the gradients of one key row: dk and dv in the accumulator's
     /// type. In the reproducible order, where gradients are not sent, dbias of a bias that is
     /// broadcast over queries follows: see [`Spec::bias_heads_per_kv_head`].

@@ -46,6 +46,7 @@ impl Backend for Pairwise {
             kv_tile: 8,
             reproducible: false,
             out_residual: true,
+            second_derivatives: false,
         })
     }
 

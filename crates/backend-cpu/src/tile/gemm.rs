@@ -137,6 +137,19 @@ pub(crate) fn gemm_nn<A: Real>(
     TileProducts { max_known, masked, row_ranges }
 }
 
+/// Computes C ← A·B for a strip B and as many rows of A, `stride` apart, as C has: a multiple of
+/// [`MAX_REGISTER_ROWS`].
+pub(crate) fn gemm_rows<A: Real>(
+    (token, vectors): (IsaToken, usize),
+    a: &[A],
+    stride: usize,
+    b: &[A],
+    c: &mut [A],
+) {
+    let gemm = GemmNn { a, stride, b, c, lane_words: None, tile_max: None, epilogue: &mut () };
+    A::run_kernel(token, vectors, gemm);
+}
+
 /// Use that a product makes of the previous contents of C.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Previous<'a, A> {

@@ -135,6 +135,11 @@ impl Geometry {
         Self { strip_vectors, ..self }
     }
 
+    /// Returns the same geometry without pairs of bf16.
+    pub(crate) const fn without_pairs(self) -> Self {
+        Self { bf16_pairs: false, ..self }
+    }
+
     /// Returns the lanes of a full strip.
     pub(crate) const fn strip_lanes(&self) -> usize {
         self.strip_vectors * self.vector_lanes

@@ -189,6 +189,12 @@ impl<'a, A: Real> PanelView<'a, A> {
         Self { finite: A::run_kernel(token, 1, ProbeRows { elements, stride, dim }), ..self }
     }
 
+    /// Returns the same panel from element `first` on: later rows, or the second halves of vectors
+    /// that consist of two. Each of these has to be followed by as many elements as kernels read.
+    pub(crate) fn starting_at(&self, first: usize) -> Self {
+        Self { elements: &self.elements[first..], ..*self }
+    }
+
     /// Returns the operand of a product that sums over the rows `rows`: these rows or, for pairs of
     /// bf16, lines that hold two rows each.
     pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &'a [A] {

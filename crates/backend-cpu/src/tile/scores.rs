@@ -133,14 +133,14 @@ impl<A: Real> Scores<'_, A> {
     }
 
     /// Returns the type to which products are rounded, if it is narrower than the accumulator.
-    fn rounding(&self) -> Option<DType> {
+    pub(crate) fn rounding(&self) -> Option<DType> {
         let wanted = self.spec.logits_dtype;
         let have = A::DTYPE;
         (wanted.bytes() < have.bytes()).then_some(wanted)
     }
 
     /// Writes the bias of the visible rows, and masks out pairs with a bias of −∞.
-    fn fill_bias(&self, coord: &TileCoord, tile_mask: &mut TileMask, into: &mut [A]) {
+    pub(crate) fn fill_bias(&self, coord: &TileCoord, tile_mask: &mut TileMask, into: &mut [A]) {
         let rows = tile_mask.rows().clone();
         let pairs = coord.pairs(&rows);
         match self.bias {
@@ -259,10 +259,10 @@ impl<A: Real> ArrayKernel for ScoreEpilogue<'_, A> {
 }
 
 /// Writes `value` to the masked pairs of a tile.
-struct MaskFill<'a, A> {
-    tile: &'a mut [A],
-    value: A,
-    words: &'a [u64],
+pub(crate) struct MaskFill<'a, A> {
+    pub(crate) tile: &'a mut [A],
+    pub(crate) value: A,
+    pub(crate) words: &'a [u64],
 }
 
 impl<A: Real> SimdKernel<A> for MaskFill<'_, A> {

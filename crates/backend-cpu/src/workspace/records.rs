@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use annulus_core::{
     BackwardInputs, DenseMask, Element, Error, HostBuffer, HostView, Inputs, RangePairs, RankShard,
-    Reduction, Result, RowField, RowLayout, RowSet, Spec,
+    Reduction, Result, RowField, RowLayout, RowSet, Spec, TangentInputs,
 };
 use ndarray::{ArrayView1, ArrayView4, ShapeBuilder};
 
@@ -46,6 +46,45 @@ pub(crate) fn pack<E: TileInput>(
             let (k_bytes, v_bytes) = chunk[(row - first) * len..][..len].split_at_mut(v_at);
             k.write(row, k_bytes);
             v.write(row, v_bytes);
+        }
+    });
+    Ok(())
+}
+
+/// Writes K and V of the local keys and their tangents as records of [`Spec::tangent_row_layout`].
+pub(crate) fn pack_tangents<E: TileInput>(
+    team: &Team,
+    state: &mut PassState<Acc<E>>,
+    inputs: &TangentInputs<HostView<'_>>,
+    into: &mut HostBuffer,
+) -> Result<()> {
+    let record = state.shard.spec.tangent_row_layout();
+    let TangentInputs { primal, tangent, .. } = inputs;
+    let source = |name, view| array::<E>(name, view).map(TileSource::tensor);
+    let fields = [
+        [source("k", primal.k)?, source("k", tangent.k)?],
+        [source("v", primal.v)?, source("v", tangent.v)?],
+    ];
+    let len = annulus_core::index(record.bytes());
+    if len == 0 {
+        return Ok(());
+    }
+    let chunks =
+        records_mut(into, len * state.shard.keys.len())?.chunks_mut(TILE * len).enumerate();
+    team.run(&mut state.scratch, chunks, None, |_, (index, chunk), _| {
+        for (row, mut bytes) in chunk.chunks_exact_mut(len).enumerate() {
+            for (sources, field) in fields.iter().zip(record.fields()) {
+                let vector = field.dim / 2 * size_of::<E>();
+                for batch in 0..field.batch {
+                    for head in 0..field.heads {
+                        for source in sources {
+                            let (into, rest) = bytes.split_at_mut(vector);
+                            write_vector(source.vector(batch, index * TILE + row, head), into);
+                            bytes = rest;
+                        }
+                    }
+                }
+            }
         }
     });
     Ok(())

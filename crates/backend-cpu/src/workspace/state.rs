@@ -28,6 +28,7 @@ use crate::{
         dispatch::{IsaToken, Real},
         isa::Isa,
     },
+    tangents::TangentState,
     threads::{ordered_reduction::OrderedReduction, team::Team},
     tile::{
         aligned::{Aligned, list_bytes},
@@ -163,6 +164,8 @@ pub(crate) struct PassState<A> {
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
     pub(crate) received_mask: DenseMask,
+    /// State of second derivatives, made by the first pass of that kind.
+    pub(crate) tangents: Option<Box<TangentState<A>>>,
 }
 
 /// True if the mask is narrow (sliding window, short documents), judged by the tile of
@@ -344,6 +347,7 @@ impl<A: Real> PassState<A> {
             arrivals: LeafArrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),
+            tangents: None,
         };
         state.index_blocks();
         state.update_narrow();
@@ -437,6 +441,7 @@ impl<A: Real> PassState<A> {
             + self.arrivals.bytes()
             + self.key_leaves.bytes()
             + self.received_mask.bytes()
+            + self.tangents.as_ref().map_or(0, |tangents| tangents.bytes())
     }
 
     /// Returns the bytes of partial results of leaves.

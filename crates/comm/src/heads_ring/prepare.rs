@@ -128,6 +128,9 @@ pub(super) fn check<B: Backend>(
     let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
     let grid = grid.ok_or_else(|| Error::invalid("strategy", strategy, "a strategy by name"))?;
     grid.check(&spec, options.backward)?;
+    if options.second_derivatives {
+        return Err(Error::unsupported("second_derivatives", format!("strategy {strategy}")));
+    }
     if let Some(layout) = &options.layout {
         layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
         if let Some(rows) = spec.leaf_rows {

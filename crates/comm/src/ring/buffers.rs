@@ -30,13 +30,15 @@ use annulus_plan::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 use super::{
     overlap::MAX_PARTS,
     plan::{Agreed, GroupPace, RingPlan},
-    program::RankStep,
+    program::{RankProgram, RankStep},
 };
 
 /// Buffers of a plan, allocated with it and used by every pass in turn.
 pub(super) struct RingBuffers<S: Space> {
     /// KV blocks.
     pub(super) blocks: BlockStock<S>,
+    /// KV blocks with tangents (second derivatives).
+    pub(super) tangent_blocks: BlockStock<S>,
     /// Query blocks (two-pass backward).
     pub(super) queries: BlockStock<S>,
     /// Gradients in flight (one-pass backward).
@@ -53,6 +55,7 @@ pub(super) struct RingBuffers<S: Space> {
 /// gradients those of [`gradient_sizes`].
 struct BufferSizes {
     blocks: [PlaceSizes; 3],
+    tangents: Option<[PlaceSizes; 3]>,
     queries: Option<[PlaceSizes; 3]>,
     gradients: Option<[PlaceSizes; 3]>,
 }
@@ -64,15 +67,18 @@ impl BufferSizes {
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
         let pace = GroupPace::new(agreed);
         let steps = &plan.program.steps;
-        let kv_row = spec.kv_row_layout().bytes();
+        let of_blocks = |program: &RankProgram| {
+            block_sizes(program.local_bytes(), &program.steps, program.record_bytes, pace)
+        };
         Self {
-            blocks: block_sizes(plan.local_kv_bytes(), steps, kv_row, pace),
+            blocks: of_blocks(&plan.program),
+            tangents: plan.tangents.as_ref().map(of_blocks),
             queries: (two_pass && communicates).then(|| {
                 let row = plan.query_row.bytes();
                 block_sizes(plan.local_query_bytes(), &plan.query_steps, row, pace)
             }),
             gradients: (*backward && communicates && !two_pass).then(|| {
-                let tail = plan.gradient_bytes(plan.tail_rows());
+                let tail = plan.gradient_bytes(plan.program.tail_rows());
                 gradient_sizes(steps, plan.gradient_bytes(1), tail, pace.with_gradients())
             }),
         }
@@ -86,12 +92,13 @@ impl<S: Space> RingBuffers<S> {
         agreed: &Agreed,
         plan: &RingPlan,
     ) -> Result<Self> {
-        let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
+        let BufferSizes { blocks, tangents, queries, gradients } = BufferSizes::of(agreed, plan);
         let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
         let none = || [PlaceSizes::default(), PlaceSizes::default(), PlaceSizes::default()];
         let [sums, arriving, finals] = gradients.unwrap_or_else(none);
         Ok(Self {
             blocks: BlockStock::allocate(backend, &blocks)?,
+            tangent_blocks: BlockStock::allocate(backend, &tangents.unwrap_or_else(none))?,
             queries: BlockStock::allocate(backend, &queries.unwrap_or_else(none))?,
             gradients: GradientStock {
                 sums: Places::allocate(backend, sums.places)?,
@@ -107,8 +114,10 @@ impl<S: Space> RingBuffers<S> {
     /// Returns the bytes of all buffers, between passes.
     pub(super) fn bytes(&self) -> u64 {
         let GradientStock { sums, arriving, finals } = &self.gradients;
-        let places = [&self.blocks.places, &self.queries.places, sums, arriving, finals];
-        let buffers = places.into_iter().flat_map(|places| &places.0).chain([&self.local_dkv]);
+        let stocks = [&self.blocks, &self.tangent_blocks, &self.queries];
+        let places = stocks.map(|stock| &stock.places);
+        let places = places.into_iter().chain([sums, arriving, finals]);
+        let buffers = places.flat_map(|places| &places.0).chain([&self.local_dkv]);
         buffers.flatten().map(S::size).sum()
     }
 
@@ -116,7 +125,7 @@ impl<S: Space> RingBuffers<S> {
     /// ring: if its messages can be received as far ahead, and gradients can be as late, as in
     /// those that [`RingBuffers::allocate`] returns at least.
     pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
-        let BufferSizes { blocks, queries, gradients } = BufferSizes::of(agreed, plan);
+        let BufferSizes { blocks, tangents, queries, gradients } = BufferSizes::of(agreed, plan);
         // `local_dkv` fits: the number of local rows never changes
         let GradientStock { sums, arriving, finals } = &self.gradients;
         let gradients = gradients.is_none_or(|[of_sums, of_arriving, of_finals]| {
@@ -125,6 +134,7 @@ impl<S: Space> RingBuffers<S> {
                 && of_finals.fit::<S>(&finals.0)
         });
         self.blocks.fits(&blocks)
+            && tangents.is_none_or(|sizes| self.tangent_blocks.fits(&sizes))
             && queries.is_none_or(|sizes| self.queries.fits(&sizes))
             && gradients
     }

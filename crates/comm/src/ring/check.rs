@@ -6,7 +6,8 @@ use std::fmt::{self, Debug, Display, Write};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, Batch, Capabilities, DType, DenseMask, Error,
-    Fingerprint, Gradients, Inputs, Outputs, Placement, RankShard, Result, Space, Spec, Transport,
+    Fingerprint, Gradients, Inputs, Outputs, Placement, RankShard, Result, Space, Spec,
+    TangentInputs, TangentOutputs, Transport,
 };
 use annulus_plan::{Machine, Strategy};
 
@@ -129,6 +130,26 @@ impl Shapes {
         }
     }
 
+    pub(crate) fn tangent_inputs(&self, got: &TangentInputs<Described>) -> Result<()> {
+        self.inputs(&got.primal)?;
+        let Inputs { q, k, v, bias, sinks } = got.tangent;
+        check_tensor("tangent of q", q, self.q)?;
+        check_tensor("tangent of k", k, self.k)?;
+        check_tensor("tangent of v", v, self.v)?;
+        // absent ones are 0
+        check_optional("tangent of bias", bias, self.bias.filter(|_| bias.is_some()))?;
+        check_optional("tangent of softmax_aux", sinks, self.sinks.filter(|_| sinks.is_some()))?;
+        check_optional("dout", got.dout, got.dout.map(|_| self.dout))?;
+        check_optional("dlse", got.dlse, got.dlse.map(|_| self.lse))
+    }
+
+    pub(crate) fn tangent_outputs(&self, got: &TangentOutputs<Described>) -> Result<()> {
+        check_tensor("tangent of out", got.out_tangent, self.out)?;
+        check_tensor("tangent of lse", got.lse_tangent, self.lse)?;
+        check_optional("out", got.out, got.out.map(|_| self.out))?;
+        check_optional("lse", got.lse, got.lse.map(|_| self.lse))
+    }
+
     pub(crate) fn gradients(&self, got: &Gradients<Described>) -> Result<()> {
         check_tensor("dq", got.dq, self.dq)?;
         check_tensor("dk", got.dk, self.k)?;
@@ -209,6 +230,31 @@ pub(crate) fn reproducible(spec: &Spec, capabilities: &Capabilities) -> Result<(
         ));
     }
     Ok(())
+}
+
+/// Refuses second derivatives that the backend or the ring does not compute.
+pub(crate) fn second_derivatives(
+    spec: &Spec,
+    options: &RingOptions,
+    capabilities: &Capabilities,
+    ranks: usize,
+) -> Result<()> {
+    if !options.second_derivatives {
+        return Ok(());
+    }
+    let two_pass = options.backward && spec.backward == BackwardMode::TwoPass && ranks > 1;
+    let by = if !capabilities.second_derivatives {
+        format!("the {} backend", capabilities.name)
+    } else if spec.leaf_rows.is_some() {
+        "the reproducible order (reproducible)".to_owned()
+    } else if !spec.normalize {
+        "an output that is not normalised (unnormalized)".to_owned()
+    } else if two_pass {
+        "a backward pass in two passes (backward_mode) over several ranks".to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(Error::unsupported("second_derivatives", by))
 }
 
 /// Refuses a ring that would have to sum gradients in device memory over ranks.
@@ -322,6 +368,7 @@ fn plan(
     let d = debug(d, "ANNULUS_DEADLINE", &variable);
     d.field("partial", u64::from(spec.partial))
         .field("backward", u64::from(options.backward))
+        .field("second_derivatives", u64::from(options.second_derivatives))
         .field("local_gradients", u64::from(options.local_gradients))
         .field("receive_ahead", options.receive_ahead_steps() as u64)
         .largest("kv_tile", capabilities.kv_tile)

@@ -11,6 +11,7 @@
 //! | `planning.rs` | a plan or a new batch on all ranks; the proof that all lengths match |
 //! | `overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
+//! | `tangents.rs` | JVP and double backward |
 //! | `slices.rs` | the reduce-scatter of long sums |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs` | arguments, before anything is sent; what ranks compare; the plan as text |
@@ -32,6 +33,7 @@ pub(crate) mod reduce;
 mod ring_loop;
 pub(crate) mod slices;
 pub(crate) mod step_events;
+mod tangents;
 
 use std::{
     num::NonZeroUsize,
@@ -85,6 +87,8 @@ pub struct RingOptions {
     pub route: Option<Route>,
     /// True to plan for backward passes too.
     pub backward: bool,
+    /// True to plan for JVPs and, with `backward`, for double backwards.
+    pub second_derivatives: bool,
     /// True to leave the sums over ranks of dsinks, and of dbias broadcast over queries, to the
     /// caller: every rank then returns its own part.
     pub local_gradients: bool,
@@ -364,13 +368,23 @@ impl<B: Backend> Ring<B> {
         checked: Result<()>,
         pass: impl FnOnce(&mut Self) -> Result<Duration>,
     ) -> Result<Report> {
+        self.call_named(kind.name(), self.bytes_predicted(kind), checked, pass)
+    }
+
+    /// As [`Ring::call`], of a pass by the name of the call.
+    fn call_named(
+        &mut self,
+        name: &'static str,
+        bytes_predicted: u64,
+        checked: Result<()>,
+        pass: impl FnOnce(&mut Self) -> Result<Duration>,
+    ) -> Result<Report> {
         self.calls.alive()?;
-        let name = kind.name();
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let agreed = self.agree_on_call(name, checked);
         self.entered(agreed)?;
-        self.run(start, self.bytes_predicted(kind), pass)
+        self.run(start, bytes_predicted, pass)
     }
 
     /// Agrees with all ranks that they make call `name` with valid arguments. A ring of one rank

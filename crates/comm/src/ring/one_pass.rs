@@ -19,23 +19,25 @@
 //!
 //! The first records of a row are copied, which initialises the row, and all others are added.
 
+use std::sync::Arc;
+
 use annulus_core::{
     Arrived, BackwardPass, Block, Channel, Error, Incoming, MessageHeader, Reduction, Result,
-    RowSet, Space, index,
+    RowSet, Shard, Space, index,
 };
 
 use super::{
     blocks::{Blocks, Ready},
     buffers::{BlockRows, BlockStock, Places},
     in_flight::InFlight,
-    plan::RingPlan,
-    program::{HomeReduce, RankStep},
+    program::{HomeReduce, RankProgram, RankStep},
 };
 
 /// A backward pass in which gradients follow their keys and values one ring step behind.
 pub(super) struct OnePass<'a, S: Space, P> {
     pub(super) pass: P,
-    pub(super) plan: &'a RingPlan,
+    pub(super) program: &'a RankProgram,
+    pub(super) shards: &'a [Arc<Shard>],
     pub(super) in_flight: InFlight<'a, S>,
     pub(super) sums: Sums<'a, S>,
     /// A partial sum that arrives; after the steps, the sum of the tail.
@@ -117,7 +119,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         blocks: &mut Blocks<'_, S>,
     ) -> Result<Option<Sum<S>>> {
         let Some((buffer, ready)) = blocks.current() else { return Ok(None) };
-        let head_rows = self.plan.program.head_rows;
+        let head_rows = self.program.head_rows;
         let set;
         let head = match step.rows.ranges() {
             // all local rows, as on a ring of one rank: a set that need not be allocated
@@ -127,7 +129,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
                 &set
             }
         };
-        let rows = self.rows.expand(&self.plan.shards.kv[step.owner], head)?;
+        let rows = self.rows.expand(&self.shards[step.owner], head)?;
         let block = Block { buffer: &buffer, ready: &ready, rows, first_local: Some(0) };
         let Self { pass, final_gradients, in_flight, .. } = self;
         in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
@@ -149,7 +151,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
             Some(free) => free,
             None => self.wait_until(blocks, |_, sums| sums.next())?,
         };
-        let rows = self.rows.expand(&self.plan.shards.kv[step.owner], &step.rows)?;
+        let rows = self.rows.expand(&self.shards[step.owner], &step.rows)?;
         let block = Block { buffer: &buffer, ready: &ready, rows, first_local: None };
         let Self { pass, in_flight, .. } = self;
         let ready = in_flight.compute(step.owner, [step.rows.count(); 2], |in_flight| {
@@ -226,8 +228,8 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         local_kv: Option<Ready<S>>,
         stock: &mut BlockStock<S>,
     ) -> Result<Option<Arrived<S>>> {
-        let plan = self.plan;
-        if plan.tail_rows() == 0 {
+        let program = self.program;
+        if program.tail_rows() == 0 {
             if let Some((kv, _)) = local_kv {
                 stock.put(stock.local(), kv);
             }
@@ -241,14 +243,14 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
                 (kv, ready)
             }
         };
-        let part = plan.tail_of::<S>(&kv)?;
-        let rows = self.rows.expand(&plan.shards.kv[ring_index], &plan.tail_set())?;
-        let first_local = Some(index(plan.program.head_rows));
+        let part = program.tail_of::<S>(&kv)?;
+        let rows = self.rows.expand(&self.shards[ring_index], &program.tail_set())?;
+        let first_local = Some(index(program.head_rows));
         let block = Block { buffer: &part, ready: &ready, rows, first_local };
         // no partial sum arrives any more
         let mut sum = self.arriving.take(0)?;
         let Self { pass, in_flight, .. } = self;
-        let rows = [plan.tail_rows(), plan.keys.len() as u64];
+        let rows = [program.tail_rows(), program.local_rows];
         let ready = in_flight.compute(ring_index, rows, |in_flight| {
             pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())
         })?;
@@ -269,7 +271,7 @@ impl<'a, S: Space, P: BackwardPass<S>> OnePass<'a, S, P> {
         }
         in_flight.wait_sends()?;
         if let Some(tail) = tail {
-            self.plan.program.tail_reduce.run(pass, final_gradients.local_dkv, &tail)?;
+            self.program.tail_reduce.run(pass, final_gradients.local_dkv, &tail)?;
             self.arriving.put(0, tail.buffer);
         }
         self.sums.finish();

@@ -317,6 +317,7 @@ mod tests {
                 reduces: false,
                 receive_ahead: 1,
                 numerics: String::new(),
+                second_derivatives: false,
                 no_out_residual: None,
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());

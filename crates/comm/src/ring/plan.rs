@@ -43,6 +43,8 @@ pub(super) struct Agreed {
     pub(super) receive_ahead: usize,
     /// Fingerprint of this rank's arithmetic. Equal on all ranks only if the order is reproducible.
     pub(super) numerics: String,
+    /// True if the plan serves JVPs and, with `backward`, double backwards.
+    pub(super) second_derivatives: bool,
     /// Name of this rank's backend if it has no rounding residual of out.
     pub(super) no_out_residual: Option<&'static str>,
 }
@@ -53,6 +55,8 @@ pub(super) struct RingPlan {
     pub(super) shards: RingShards,
     /// Steps of keys and values, and of their gradients.
     pub(super) program: RankProgram,
+    /// The same steps with tangents beside keys and values, of a plan with second derivatives.
+    pub(super) tangents: Option<RankProgram>,
     /// Steps of the queries: the second pass of a two-pass backward.
     pub(super) query_steps: Vec<RankStep>,
     /// Wire format of a query row.
@@ -133,6 +137,10 @@ impl RingPlan {
             split: *split,
         };
         let program = RankProgram::new(&schedule, order, head_rows, sizes);
+        let tangents = agreed.second_derivatives.then(|| {
+            let block = spec.tangent_row_layout().bytes();
+            RankProgram::new(&schedule, order, head_rows, RecordSizes { block, ..sizes })
+        });
         drop(needs);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
             query_steps(agreed, ring_index, &shards, &query_row, tick)
@@ -164,6 +172,7 @@ impl RingPlan {
             most_queries_received: most(&query_steps),
             shards,
             program,
+            tangents,
             query_steps,
             query_row,
             queries,
@@ -198,16 +207,6 @@ impl RingPlan {
         }
     }
 
-    /// Returns the bytes of `rows` KV records.
-    pub(super) fn kv_bytes(&self, rows: u64) -> u64 {
-        rows * self.spec.kv_row_layout().bytes()
-    }
-
-    /// Returns the bytes of the local KV block.
-    pub(super) fn local_kv_bytes(&self) -> u64 {
-        self.kv_bytes(self.keys.len() as u64)
-    }
-
     /// Returns true if ranks sum dsinks, or dbias with one row and one column, leaf by leaf.
     pub(super) const fn has_leaf_sums(&self) -> bool {
         self.q_leaves.is_some() || self.kv_leaves.is_some()
@@ -221,22 +220,6 @@ impl RingPlan {
     /// Returns the bytes of `rows` gradient records.
     pub(super) fn gradient_bytes(&self, rows: u64) -> u64 {
         rows * self.spec.gradient_row_layout().bytes()
-    }
-
-    /// Returns the number of tail rows of the local block.
-    pub(super) fn tail_rows(&self) -> u64 {
-        self.keys.len() as u64 - self.program.head_rows
-    }
-
-    /// Returns the tail as local rows.
-    pub(super) fn tail_set(&self) -> RowSet {
-        std::iter::once(self.program.head_rows..self.keys.len() as u64).collect()
-    }
-
-    /// Returns the tail's records within the buffer `local_kv` of the whole local block.
-    pub(super) fn tail_of<S: Space>(&self, local_kv: &S::Buffer) -> Result<S::Buffer> {
-        let tail = self.kv_bytes(self.program.head_rows)..self.local_kv_bytes();
-        S::part(local_kv, tail).ok_or_else(|| Error::internal("a block that cannot be split"))
     }
 }
 
@@ -255,7 +238,7 @@ impl<B: Backend> Ring<B> {
             forward + in_parts(query_steps)
         } else {
             let later = program.steps.iter().filter(|step| arrives(&step.kv)).count();
-            1 + later + usize::from(self.plan.tail_rows() > 0)
+            1 + later + usize::from(program.tail_rows() > 0)
         };
         [forward, backward]
     }

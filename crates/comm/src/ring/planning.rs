@@ -86,6 +86,7 @@ pub(crate) fn check_plan<B: Backend>(
     let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
     let spec = Spec { backward, ..spec };
     check::two_pass(&spec, ranks)?;
+    check::second_derivatives(&spec, options, &capabilities, ranks)?;
     check::reduction::<B::Space>(&spec, options, ranks)?;
     if let Some(layout) = &options.layout {
         let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
@@ -176,6 +177,7 @@ impl<B: Backend> PlannedRing<B> {
             receive_ahead: options.receive_ahead_steps().min(ranks.saturating_sub(1).max(1)),
             reduces,
             backward: options.backward,
+            second_derivatives: options.second_derivatives,
             no_out_residual: (!capabilities.out_residual).then_some(capabilities.name),
             numerics: capabilities.numerics_id,
         };
@@ -228,8 +230,11 @@ impl RingPlan {
             .steps
             .iter()
             .flat_map(|step| [(0, &step.kv), (1, &step.kv_in_parts), (2, &step.gradients)]);
+        let of_tangents = self.tangents.iter().flat_map(|program| &program.steps);
+        let of_tangents = of_tangents
+            .flat_map(|step| [(8, &step.kv), (9, &step.kv_in_parts), (10, &step.gradients)]);
         let of_queries = self.query_steps.iter().map(|step| (3, &step.kv_in_parts));
-        for (list, transfers) in of_keys.chain(of_queries) {
+        for (list, transfers) in of_keys.chain(of_queries).chain(of_tangents) {
             transfers.add_to(&mut balance, list);
         }
         balance

@@ -4,7 +4,7 @@
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{
-    Arrived, BackwardPass, Channel, MessageBalance, MessageHeader, Order, Reduction, Result,
+    Arrived, BackwardPass, Channel, Error, MessageBalance, MessageHeader, Order, Reduction, Result,
     RowSet, Space,
 };
 use annulus_plan::{Group, Message, RankSchedule};
@@ -48,6 +48,10 @@ pub(crate) struct RankProgram {
     pub(crate) head_rows: u64,
     /// Reduction of the tail's gradients into the local dK/dV.
     pub(crate) tail_reduce: HomeReduce,
+    /// Rows of the local block.
+    pub(crate) local_rows: u64,
+    /// Bytes of a record of the circulating block.
+    pub(crate) record_bytes: u64,
 }
 
 /// One group of transfers. Tags count from 0 within a pass; the ring adds the first tag of the
@@ -166,7 +170,30 @@ impl RankProgram {
             sent: sent.into_iter().collect(),
             head_rows,
             tail_reduce: HomeReduce::split(tail, &mut unwritten),
+            local_rows: local.count(),
+            record_bytes: sizes.block,
         }
+    }
+
+    /// Returns the bytes of the local block.
+    pub(crate) const fn local_bytes(&self) -> u64 {
+        self.local_rows * self.record_bytes
+    }
+
+    /// Returns the number of tail rows of the local block.
+    pub(crate) const fn tail_rows(&self) -> u64 {
+        self.local_rows - self.head_rows
+    }
+
+    /// Returns the tail as local rows.
+    pub(crate) fn tail_set(&self) -> RowSet {
+        std::iter::once(self.head_rows..self.local_rows).collect()
+    }
+
+    /// Returns the tail's records within the buffer of the whole local block.
+    pub(crate) fn tail_of<S: Space>(&self, local: &S::Buffer) -> Result<S::Buffer> {
+        let tail = self.head_rows * self.record_bytes..self.local_bytes();
+        S::part(local, tail).ok_or_else(|| Error::internal("a block that cannot be split"))
     }
 
     /// Returns the payload bytes of the gradients that this rank sends.

@@ -40,22 +40,25 @@
 //! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
 //! one-pass case of relay up without a mask-aware schedule.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
-    LeafSums, Outputs, Result, Space, View, ViewMut, Workspace,
+    LeafSums, Outputs, Result, Shard, Space, View, ViewMut, Workspace,
 };
 
 use super::{
     Ring,
     blocks::{Blocks, circulate},
-    buffers::GradientStock,
+    buffers::{BlockRows, BlockStock, GradientStock},
     in_flight::InFlight,
     one_pass::{FinalGradients, OnePass, Sums},
     overlap,
     plan::{GroupPace, RingPlan},
-    program,
+    program::{self, RankProgram},
     step_events::{CirculationKind, PassKind},
 };
 use crate::profiler::span;
@@ -124,51 +127,24 @@ impl<B: Backend> Ring<B> {
         let observer = plan.observer(watch, CirculationKind::OnePass, start, agreed, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
         let mode = BackwardMode::OnePass;
-        let mut pass =
+        let pass =
             workspace.backward(inputs.as_ref().map(B::Space::reborrow), mode, &mut || {
                 in_flight.tick()
             })?;
         in_flight.check()?;
 
-        let steps = &plan.program.steps;
-        let pace = GroupPace::new(agreed).with_gradients();
-        let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
-        let mut blocks = Blocks::new(steps, |step| &step.kv, pace, &mut buffers.blocks, pack)?;
-        let GradientStock { sums, arriving, finals } = &mut buffers.gradients;
-        let final_gradients =
-            FinalGradients::new(steps, &in_flight, finals, local_dkv, pace.whole_groups);
-        let mut one_pass = OnePass {
-            pass,
-            plan,
-            in_flight,
-            sums: Sums::new(sums),
-            arriving,
-            final_gradients,
+        let circulation = OnePassCirculation {
+            program: &plan.program,
+            shards: &plan.shards.kv,
+            ring_index: *ring_index,
+            pace: GroupPace::new(agreed).with_gradients(),
+            blocks: &mut buffers.blocks,
+            gradients: &mut buffers.gradients,
             rows: &mut buffers.rows,
-            partial_sum: None,
         };
-        one_pass.final_gradients.post(&mut one_pass.in_flight)?;
-        for (number, step) in steps.iter().enumerate() {
-            span!("step", step = number, owner = step.owner);
-            one_pass.start_step(number, &mut blocks)?;
-            let mut sum = if number == 0 {
-                one_pass.attend_head(step, &mut blocks)?
-            } else {
-                one_pass.attend(step, &mut blocks)?
-            };
-            blocks.post_sends(&mut one_pass.in_flight)?;
-            blocks.release();
-            one_pass.receive(step, &mut blocks, sum.as_mut())?;
-            one_pass.post_gradients(step, sum, pace.whole_groups)?;
-        }
-        let local_kv = one_pass.finish_blocks(blocks)?;
-        // the tail of the local block overlaps the last final gradients; see `overlap.rs`
-        let tail = one_pass.attend_tail(*ring_index, local_kv, &mut buffers.blocks)?;
-        one_pass.receive_last(tail)?;
-
-        let OnePass { pass, mut in_flight, final_gradients, .. } = one_pass;
+        let (pass, mut in_flight, local_dkv) = circulation.run(pass, in_flight, local_dkv)?;
         let leaf_sums = plan.has_leaf_sums().then_some(&mut buffers.leaf_sums);
-        finish_backward(pass, final_gradients.local_dkv, leaf_sums, gradients, &mut in_flight)?;
+        finish_backward(pass, local_dkv, leaf_sums, gradients, &mut in_flight)?;
         Ok(in_flight.waited())
     }
 
@@ -242,6 +218,66 @@ impl<B: Backend> Ring<B> {
     /// Returns true if a backward pass sends queries around the ring after keys and values.
     pub(super) fn has_two_passes(&self) -> bool {
         self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
+    }
+}
+
+/// One circulation of keys and values whose gradients follow them.
+pub(super) struct OnePassCirculation<'a, S: Space> {
+    pub(super) program: &'a RankProgram,
+    pub(super) shards: &'a [Arc<Shard>],
+    pub(super) ring_index: usize,
+    pub(super) pace: GroupPace,
+    pub(super) blocks: &'a mut BlockStock<S>,
+    pub(super) gradients: &'a mut GradientStock<S>,
+    pub(super) rows: &'a mut BlockRows,
+}
+
+impl<'a, S: Space> OnePassCirculation<'a, S> {
+    /// Computes dK and dV of the local keys in `local_dkv`, and dQ in the pass. Returns all three.
+    pub(super) fn run<P: BackwardPass<S>>(
+        self,
+        mut pass: P,
+        in_flight: InFlight<'a, S>,
+        local_dkv: &'a mut S::Buffer,
+    ) -> Result<(P, InFlight<'a, S>, &'a mut S::Buffer)> {
+        let Self { program, shards, ring_index, pace, blocks: stock, gradients, rows } = self;
+        let steps = &program.steps;
+        let pack = |kv: &mut _| pass.local_kv(kv, &program.sent);
+        let mut blocks = Blocks::new(steps, |step| &step.kv, pace, stock, pack)?;
+        let GradientStock { sums, arriving, finals } = gradients;
+        let final_gradients =
+            FinalGradients::new(steps, &in_flight, finals, local_dkv, pace.whole_groups);
+        let mut one_pass = OnePass {
+            pass,
+            program,
+            shards,
+            in_flight,
+            sums: Sums::new(sums),
+            arriving,
+            final_gradients,
+            rows,
+            partial_sum: None,
+        };
+        one_pass.final_gradients.post(&mut one_pass.in_flight)?;
+        for (number, step) in steps.iter().enumerate() {
+            span!("step", step = number, owner = step.owner);
+            one_pass.start_step(number, &mut blocks)?;
+            let mut sum = if number == 0 {
+                one_pass.attend_head(step, &mut blocks)?
+            } else {
+                one_pass.attend(step, &mut blocks)?
+            };
+            blocks.post_sends(&mut one_pass.in_flight)?;
+            blocks.release();
+            one_pass.receive(step, &mut blocks, sum.as_mut())?;
+            one_pass.post_gradients(step, sum, pace.whole_groups)?;
+        }
+        let local_kv = one_pass.finish_blocks(blocks)?;
+        // the tail of the local block overlaps the last final gradients; see `overlap.rs`
+        let tail = one_pass.attend_tail(ring_index, local_kv, stock)?;
+        one_pass.receive_last(tail)?;
+        let OnePass { pass, in_flight, final_gradients, .. } = one_pass;
+        Ok((pass, in_flight, final_gradients.local_dkv))
     }
 }
 

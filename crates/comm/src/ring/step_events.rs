@@ -116,6 +116,11 @@ pub(super) enum CirculationKind {
     TwoPassKv,
     /// Second blocks of a two-pass backward: S, dP, dK and dV. The local block is skipped.
     TwoPassQueries,
+    /// JVP, and the first blocks of a double backward: S, its tangent (2), P·V and its tangent (2).
+    Tangents,
+    /// Second blocks of a double backward: S, dP, dQ, dK, and of each the tangent (2, of dP 1), and
+    /// the tangent of dV. S is computed again.
+    TangentGradients,
 }
 
 impl StepWatch {
@@ -144,7 +149,7 @@ impl StepWatch {
         [rank, ring_index]: [usize; 2],
     ) -> Observer<'_> {
         let pass = match circulation {
-            CirculationKind::Forward => PassKind::Forward,
+            CirculationKind::Forward | CirculationKind::Tangents => PassKind::Forward,
             _ => PassKind::Backward,
         };
         let Some(hook) = &self.hook else {
@@ -171,6 +176,8 @@ fn block_flops(
         CirculationKind::OnePass => [products(3, 2); 2],
         CirculationKind::TwoPassKv => [products(2, 1), products(2, 1) + products(2, 2)],
         CirculationKind::TwoPassQueries => [products(2, 2), 0.0],
+        CirculationKind::Tangents => [products(3, 3); 2],
+        CirculationKind::TangentGradients => [products(7, 3); 2],
     };
     let pairs = match circulation {
         CirculationKind::TwoPassQueries => &pairs.queries,

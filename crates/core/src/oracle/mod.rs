@@ -22,6 +22,7 @@
 mod backward;
 mod pair_visibility;
 mod row;
+mod tangents;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, ArrayViewMut1, Axis};
 
@@ -30,6 +31,7 @@ use crate::{Batch, Dims, Error, Result, Spec};
 pub use backward::{Backward, backward};
 pub use pair_visibility::PairVisibility;
 pub use row::Row;
+pub use tangents::{Direction, Tangents, tangents};
 
 /// One attention with all its tensors, unsharded and converted to f64.
 #[derive(Debug, Clone)]

@@ -37,6 +37,8 @@ pub(super) struct Pair {
     pub(super) j: usize,
     /// s_ij.
     pub(super) score: f64,
+    /// The argument of the soft cap: x_ij, with the bias if it is added before the cap.
+    pub(super) uncapped: f64,
     /// ∂s_ij/∂x_ij with x = scale·q·k: 1, or 1 − tanh² with a soft cap.
     pub(super) soft_cap_slope: f64,
     /// 1/(1 − p), or 0 if the pair is dropped; 1 without dropout.
@@ -125,7 +127,7 @@ impl<'p, 'a> Rows<'p, 'a> {
             Some(dropout) if dropped(&spec.dims, dropout, b, h, i, j) => 0.0,
             Some(dropout) => 1.0 / (1.0 - dropout.probability),
         };
-        Some(Pair { j, score: capped + after, soft_cap_slope, keep })
+        Some(Pair { j, score: capped + after, uncapped: x + before, soft_cap_slope, keep })
     }
 
     /// Returns bias tensor + bias function; `None` if either is −∞, which masks the pair.

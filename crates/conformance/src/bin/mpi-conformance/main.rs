@@ -9,6 +9,7 @@
 //! | `cache` | a KV cache: the oracle's numbers, and constant bytes per token |
 //! | `backend NAME SEEDS` | every strategy on this backend: the oracle's numbers, the bits of the ring of threads, the predicted bytes; a KV cache in f32 |
 //! | `sums` | gradients that are summed over ranks by slices: the bits of a ring of threads, and the predicted bytes |
+//! | `tangents` | JVP and double backward: the bits of a ring of threads, and the predicted bytes |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators with the world's highest tag, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
@@ -36,6 +37,7 @@ mod messages;
 mod mismatch;
 mod scale;
 mod shared;
+mod tangents;
 
 use std::process::ExitCode;
 
@@ -45,7 +47,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, cache, backend NAME SEEDS, sums, \
-    mismatch, host, host-late, ahead, links, shared, control, away, suspended, \
+    tangents, mismatch, host, host-late, ahead, links, shared, control, away, suspended, \
     debugged, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
@@ -97,6 +99,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["cache"] => cases::tokens(&mut harness, settings),
         ["backend", name, seeds] => on_backend(&mut harness, settings, name, seeds),
         ["sums"] => ahead::sums(&mut harness, settings),
+        ["tangents"] => tangents::all(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
         ["links"] => scale::links(&mut harness, settings),
         ["shared"] => shared::all(&mut harness, settings),

@@ -1,0 +1,193 @@
+//! JVP over one block of keys: the online softmax with its tangent.
+//!
+//! ```text
+//! for each chunk of queries of one head:                                       parallel
+//!     for each tile of 64 keys that is not empty:  pack [k, k̇] and [v, v̇]
+//!         for each strip of queries:
+//!             S, Ṡ      (m, ℓ, P) ← online softmax of S      μ ← μ·e^{m − m'} + Σ P∘Ṡ
+//!             Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·P       Ȯᵀ ← Ȯᵀ·e^{m − m'} + V̇ᵀ·P + Vᵀ·(P∘Ṡ)
+//! ```
+//! At the end ℓ divides all sums, and the tangent of out is Ȯ − μ∘O (`finish.rs`).
+
+use annulus_core::{Block, Host, HostView, Result, TangentInputs, Tick};
+
+use super::{Chunk, TangentBlock, TangentScratch, TangentTiles, coord, strip_elements};
+use crate::{
+    simd::{
+        dispatch::{Real, SimdKernel},
+        element::Float,
+        vector::{Vector, each_row_mut, unrolled},
+    },
+    threads::team::{Team, Ticker},
+    tile::{
+        gemm::{Previous, gemm_tn},
+        geometry::Strip,
+        input::{Acc, TileInput},
+        softmax::{MultiplyTile, OnlineSoftmax},
+        tile_mask::TILE,
+    },
+    workspace::state::PassState,
+};
+
+/// Attends to one block with all queries.
+pub(crate) fn attend<E: TileInput>(
+    team: &Team,
+    state: &mut PassState<Acc<E>>,
+    inputs: &TangentInputs<HostView<'_>>,
+    block: &Block<'_, Host>,
+    tick: Tick<'_>,
+) -> Result<()> {
+    state.update_query_tiles(team, block.rows)?;
+    let PassState { shard, query_tiles, tangents, .. } = state;
+    let Some(tangents) = tangents else { return Ok(()) };
+    let pass = TangentBlock::<E>::new(tangents.geometry, shard, query_tiles, inputs, block)?;
+    let chunks = tangents.chunks.iter_mut();
+    team.run(&mut tangents.scratch, chunks, Some(tick), |scratch, chunk, ticker| {
+        pass.attend_chunk(scratch, chunk, ticker);
+    });
+    Ok(())
+}
+
+impl<E: TileInput> TangentBlock<'_, E> {
+    fn attend_chunk(
+        &self,
+        scratch: &mut TangentScratch<Acc<E>>,
+        chunk: &mut Chunk<Acc<E>>,
+        ticker: &mut Ticker<'_>,
+    ) {
+        let (batch, head) = (chunk.batch, chunk.head);
+        let kv_head = self.geometry.dims.kv_head(head);
+        let lanes = 3 * self.geometry.dims.head_dim;
+        let strips = || self.geometry.strips(chunk.rows.len());
+        for strip in strips() {
+            let into = &mut scratch.q_lanes[strip_elements(&strip, lanes)];
+            let rows = strip.rows_from(chunk.rows.start);
+            self.pack_queries(batch, head, rows, strip.width, into);
+        }
+        let mut chunk_tile = std::mem::take(&mut scratch.chunk_tile);
+        let plane = [
+            if self.visibility.per_batch() { batch } else { 0 },
+            if self.visibility.per_head() { head } else { 0 },
+        ];
+        let bounds = &self.query_tiles.bounds;
+        bounds.cover(plane[0], plane[1], chunk.rows.clone(), &mut chunk_tile);
+        let strips: Vec<Strip> = strips().collect();
+        for keys in self.visibility.key_tiles(&chunk_tile, TILE) {
+            if ticker.should_stop() {
+                break;
+            }
+            let mut packed = false;
+            let mut has_pairs = false;
+            for strip in &strips {
+                let row = chunk.rows.start + strip.rows.start;
+                if strip.rows.start.is_multiple_of(TILE) {
+                    let into = (&mut scratch.whole_mask, &mut scratch.bits);
+                    has_pairs = self.classify(batch, head, row, &keys, into);
+                }
+                let lanes = strip.rows_from(chunk.rows.start);
+                let TangentScratch { whole_mask, tile_mask, .. } = scratch;
+                if !has_pairs || !whole_mask.strip(&lanes, Acc::<E>::WIDTH, tile_mask) {
+                    continue;
+                }
+                if !std::mem::replace(&mut packed, true) {
+                    let token = self.geometry.token;
+                    scratch.keys.fill(token, &self.keys, batch, kv_head, keys.clone());
+                    scratch.values.fill(token, &self.values, batch, kv_head, keys.clone());
+                }
+                let coord = coord(chunk, strip, &keys);
+                self.attend_tile(scratch, chunk, strip, &coord);
+            }
+        }
+        scratch.chunk_tile = chunk_tile;
+    }
+
+    fn attend_tile(
+        &self,
+        scratch: &mut TangentScratch<Acc<E>>,
+        chunk: &mut Chunk<Acc<E>>,
+        strip: &Strip,
+        coord: &super::TileCoord,
+    ) {
+        let dims = self.geometry.dims;
+        let token = self.geometry.token;
+        let size = (token, coord.vectors);
+        let TangentScratch { keys, values, q_lanes, tiles, rescale, tile_mask, .. } = scratch;
+        let q_lanes = &q_lanes[strip_elements(strip, 3 * dims.head_dim)];
+        self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, false);
+        let TangentTiles { s, s_tangent, extra, .. } = tiles;
+        let span = coord.span(tile_mask.rows());
+        let lanes = strip.rows.start..strip.rows.start + strip.width;
+        let rescale = &mut rescale[..coord.width];
+        let max_changed = Acc::<E>::run_kernel(
+            token,
+            coord.vectors,
+            OnlineSoftmax {
+                tile: &mut s[span.clone()],
+                scale: Acc::<E>::ONE,
+                tile_max: None,
+                max: &mut chunk.row.max[lanes.clone()],
+                sum: &mut chunk.row.sum[lanes.clone()],
+                ties: None,
+                row_ranges: None,
+                rescale,
+            },
+        );
+        let weigh = WeighTangents {
+            probs: &s[span.clone()],
+            tangents: &mut s_tangent[span.clone()],
+            mean: &mut chunk.row.mean[lanes],
+            rescale,
+        };
+        Acc::<E>::run_kernel(token, coord.vectors, weigh);
+        if self.scores.fill_keep(coord, tile_mask.rows(), extra) {
+            for tile in [&mut *s, &mut *s_tangent] {
+                let by = &extra[span.clone()];
+                let kernel = MultiplyTile { tile: &mut tile[span.clone()], by };
+                Acc::<E>::run_kernel(token, coord.vectors, kernel);
+            }
+        }
+        let previous = if max_changed { Previous::Rescale(rescale) } else { Previous::Add };
+        let v = values.view();
+        let v_tangent = v.starting_at(dims.value_dim);
+        let probs = &s[span.clone()];
+        let range = strip_elements(strip, self.geometry.value_rows());
+        let out = &mut chunk.out[range.clone()];
+        gemm_tn(size, tile_mask, v, probs, out, previous, &mut ());
+        let out_tangent = &mut chunk.out_tangent[range];
+        gemm_tn(size, tile_mask, v_tangent, probs, out_tangent, previous, &mut ());
+        gemm_tn(size, tile_mask, v, &s_tangent[span], out_tangent, Previous::Add, &mut ());
+    }
+}
+
+/// Ṡ ← P∘Ṡ, and its sum over keys: mean ← mean·rescale + Σ P∘Ṡ.
+struct WeighTangents<'a, A> {
+    probs: &'a [A],
+    tangents: &'a mut [A],
+    mean: &'a mut [A],
+    rescale: &'a [A],
+}
+
+impl<A: Real> SimdKernel<A> for WeighTangents<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let (Some(mean), Some(rescale)) =
+            (V::row_mut::<VECTORS>(self.mean), V::row::<VECTORS>(self.rescale))
+        else {
+            return;
+        };
+        let mut sum = [V::splat(A::ZERO); VECTORS];
+        let rows = each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(self.tangents));
+        for (row, probs) in rows.zip(V::strip::<VECTORS>(self.probs)) {
+            unrolled!(v < VECTORS, {
+                let product = V::load(&row[v]).times(V::load(&probs[v]));
+                sum[v] = sum[v].plus(product);
+                product.store(&mut row[v]);
+            });
+        }
+        unrolled!(v < VECTORS, {
+            V::load(&mean[v]).multiply_add(V::load(&rescale[v]), sum[v]).store(&mut mean[v]);
+        });
+    }
+}

@@ -1,0 +1,231 @@
+//! JVP and double backward: the loops of the forward and of the one-pass backward, with the tangents
+//! of keys and values beside them in every block.
+//!
+//! ```text
+//! JVP                                   double backward
+//! kv = pack(k, k̇, v, v̇)                 as JVP, along the cotangents of dq, dk, dv: the tangent
+//! for each ring step:                   of out is ∂L/∂dout, that of lse is ∂L/∂dlse; then
+//!   post: kv →, next kv ←              kv = pack(k, k̇, v, v̇)
+//!   (m, l, acc, acċ, μ) += attend(kv)   for each ring step:
+//!   wait for next kv                      as the backward pass in one pass (`one_pass.rs`), with
+//! out, lse and their tangents             the tangents of dq, dk and dv in place of these
+//! ```
+//! The second circulation needs the tangents of lse and of ⟨dout, out⟩ of each query, which are sums
+//! over all keys, hence the first.
+
+use std::time::{Duration, Instant};
+
+use annulus_core::{
+    Backend, BackwardPass, Block, Error, Gradients, RangePairs, Reduction, Result, RowSet, Space,
+    TangentInputs, TangentOutputs, TangentPass, Tick, View, ViewMut, Workspace,
+};
+
+use super::{
+    Report, Ring,
+    blocks::{Blocks, circulate},
+    check,
+    in_flight::InFlight,
+    overlap,
+    plan::GroupPace,
+    program,
+    ring_loop::OnePassCirculation,
+    step_events::CirculationKind,
+};
+
+impl<B: Backend> Ring<B> {
+    /// Computes out, lse and their tangents along the tangents of the inputs: a Jacobian-vector
+    /// product, by forward-mode differentiation.
+    ///
+    /// # Shapes
+    /// [`TangentInputs`] without dout and dlse, and [`TangentOutputs`], with this rank's rows.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::forward`]; [`Error::InvalidArgument`] also if the plan was not made with
+    /// [`super::RingOptions::second_derivatives`].
+    pub fn jvp(
+        &mut self,
+        inputs: &TangentInputs<View<'_, B::Space>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+    ) -> Result<Report> {
+        let checked = self.check_tangents(inputs, outputs).and_then(|()| {
+            let given = inputs.dout.is_some() || inputs.dlse.is_some();
+            let refused = || Error::invalid("dout", "a tensor", "nothing: it is not of a JVP");
+            if given { Err(refused()) } else { Ok(()) }
+        });
+        self.call_named("jvp", self.tangent_bytes(), checked, |ring| {
+            ring.tangent_loop(inputs, outputs, None)
+        })
+    }
+
+    /// Computes the gradients of the gradients: given cotangents of (dq, dk, dv, dbias, dsinks) in
+    /// the place of the tangents, those of (q, k, v, bias, sinks) in `gradients`, and those of dout
+    /// and dlse in the place of the tangents of out and lse.
+    ///
+    /// The gradients of sinks, and of a bias that is broadcast over queries, are summed over ranks
+    /// as in [`Ring::backward`]; so their cotangents are equal on all ranks, as those tensors are.
+    ///
+    /// # Shapes
+    /// [`TangentInputs`] with dout, [`TangentOutputs`] and [`Gradients`], with this rank's rows.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::jvp`] and [`Ring::backward`].
+    pub fn double_backward(
+        &mut self,
+        inputs: &TangentInputs<View<'_, B::Space>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
+    ) -> Result<Report> {
+        let checked = self.check_tangents(inputs, outputs).and_then(|()| {
+            if !self.agreed.backward {
+                return Err(check::forward_only());
+            }
+            if inputs.dout.is_none() {
+                return Err(Error::invalid("dout", "nothing", "a tensor shaped as out"));
+            }
+            let got = gradients.as_ref().map(B::Space::describe_mut);
+            check::Shapes::of(&self.shard).gradients(&got)
+        });
+        let sums = self.plan.tangents.as_ref().map_or(0, |of| of.gradient_bytes_sent());
+        let bytes = 2 * self.tangent_bytes() + sums + self.reduce_bytes();
+        self.call_named("double_backward", bytes, checked, |ring| {
+            let waited = ring.tangent_loop(inputs, outputs, Some(&mut *gradients))?;
+            Ok(waited + ring.reduce_gradients(gradients)?)
+        })
+    }
+
+    fn check_tangents(
+        &self,
+        inputs: &TangentInputs<View<'_, B::Space>>,
+        outputs: &TangentOutputs<ViewMut<'_, B::Space>>,
+    ) -> Result<()> {
+        if !self.agreed.second_derivatives {
+            let want = "true: it was not set when the plan was made";
+            return Err(Error::invalid("second_derivatives", false, want));
+        }
+        let shapes = check::Shapes::of(&self.shard);
+        shapes.tangent_inputs(&inputs.as_ref().map(B::Space::describe))?;
+        shapes.tangent_outputs(&outputs.as_ref().map(B::Space::describe_mut))
+    }
+
+    /// Returns the payload bytes that this rank sends in one circulation of keys, values and their
+    /// tangents.
+    fn tangent_bytes(&self) -> u64 {
+        self.plan.tangents.as_ref().map_or(0, |program| program::kv_bytes_sent(&program.steps))
+    }
+
+    /// Runs a JVP or, with `gradients`, a double backward, within a call of all ranks. Returns the
+    /// exposed communication.
+    fn tangent_loop(
+        &mut self,
+        inputs: &TangentInputs<View<'_, B::Space>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+        gradients: Option<&mut Gradients<ViewMut<'_, B::Space>>>,
+    ) -> Result<Duration> {
+        let first_tag = self.take_tags();
+        let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, ranks, .. } =
+            self;
+        let none = || Error::internal("the plan has no second derivatives");
+        let program = plan.tangents.as_ref().ok_or_else(none)?;
+        let start = Instant::now();
+        let kind = CirculationKind::Tangents;
+        let observer = plan.observer(watch, kind, start, agreed, *ring_index);
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
+        let mut pass = workspace
+            .tangents(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
+        in_flight.check()?;
+        let pace = GroupPace::new(agreed);
+        let stock = &mut buffers.tangent_blocks;
+        let pack = |kv: &mut _| pass.local_kv(kv);
+        let blocks = Blocks::new(&program.steps, |step| &step.kv_in_parts, pace, stock, pack)?;
+        let shards = &plan.shards.kv;
+        circulate(shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
+            pass.attend(kv, tick)
+        })?;
+        pass.write_tangents(outputs, &mut || in_flight.tick())?;
+        in_flight.check()?;
+        let waited = in_flight.waited();
+        let Some(gradients) = gradients else { return Ok(waited) };
+
+        let second_tag = first_tag + overlap::tags(*ranks);
+        let kind = CirculationKind::TangentGradients;
+        let observer = plan.observer(watch, kind, start, agreed, *ring_index);
+        let in_flight = InFlight::new(transport.as_mut(), second_tag, plan.lengths, observer);
+        let no_gradients = || Error::internal("the plan has no gradient buffer");
+        let mut local_dkv = buffers.local_dkv.take().ok_or_else(no_gradients)?;
+        let circulation = OnePassCirculation {
+            program,
+            shards,
+            ring_index: *ring_index,
+            pace: pace.with_gradients(),
+            blocks: stock,
+            gradients: &mut buffers.gradients,
+            rows: &mut buffers.rows,
+        };
+        let gradient_pass = TangentGradients(&mut *pass);
+        let (gradient_pass, mut in_flight, dkv) =
+            circulation.run(gradient_pass, in_flight, &mut local_dkv)?;
+        gradient_pass.finish(dkv, gradients, &mut || in_flight.tick())?;
+        in_flight.check()?;
+        let waited = waited + in_flight.waited();
+        buffers.local_dkv = Some(local_dkv);
+        Ok(waited)
+    }
+}
+
+/// The second circulation of a double backward, as the one-pass backward that the loop runs.
+struct TangentGradients<'p, S: Space>(&'p mut (dyn TangentPass<S> + 'p));
+
+impl<S: Space> BackwardPass<S> for TangentGradients<'_, S> {
+    fn local_kv(&mut self, into: &mut S::Buffer, _: &RowSet) -> Result<S::Event> {
+        self.0.local_kv(into)
+    }
+
+    fn local_queries(&mut self, _: &mut S::Buffer) -> Result<S::Event> {
+        Err(no_queries())
+    }
+
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, S>,
+        dkv: Option<&mut S::Buffer>,
+        tick: Tick<'_>,
+    ) -> Result<S::Event> {
+        let dkv =
+            dkv.ok_or_else(|| Error::internal("a block without a buffer of its gradients"))?;
+        self.0.attend_kv(kv, dkv, tick)
+    }
+
+    fn attend_queries(&mut self, _: &Block<'_, S>, _: &mut S::Buffer, _: Tick<'_>) -> Result<()> {
+        Err(no_queries())
+    }
+
+    fn reduce(
+        &mut self,
+        into: &mut S::Buffer,
+        from: &S::Buffer,
+        ready: &S::Event,
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<S::Event> {
+        self.0.reduce(into, from, ready, pairs, reduction)
+    }
+
+    fn finish(
+        self,
+        dkv: &S::Buffer,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        self.0.finish(dkv, gradients, tick)
+    }
+}
+
+fn no_queries() -> Error {
+    Error::internal("queries do not circulate in a double backward")
+}

@@ -1,0 +1,456 @@
+//! JVP and double backward against the oracle: random attentions on rings of threads, and what is
+//! refused. The oracle itself against finite differences and torch's autograd.
+//!
+//! The error that a result may have follows from its condition: the oracle computes inputs that are
+//! changed by a relative δ = 2⁻²⁰, and the largest change of an array, divided by δ, is multiplied
+//! by ε of the type.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use annulus::{
+    Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Error, Layout,
+    LocalRing, Result, Route, Runtime, SinkShape, Strategy, Tensors,
+};
+use annulus_conformance::{Case, Draw, Masks, Truth, epsilon};
+use annulus_core::{
+    Spec,
+    oracle::{self, Direction},
+};
+use annulus_test_cases::facade::attention;
+use half::{bf16, f16};
+use ndarray::{Array, Array2, Array4, ArrayViewD, Dimension};
+
+/// A case and a direction in the space of its inputs.
+struct Directed {
+    case: Case,
+    /// As `case`: its q, k, v, bias and sinks are the direction.
+    direction: Case,
+}
+
+/// Results by name.
+type Results = Vec<(&'static str, Array<f64, ndarray::IxDyn>)>;
+
+impl Directed {
+    /// Draws a direction for a case, which is made one with second derivatives.
+    fn of(case: Case, draw: &mut Draw) -> Self {
+        let spec = Spec { normalize: true, backward: BackwardMode::OnePass, ..case.spec.clone() };
+        let case = Case { spec, ..case };
+        let mut direction = case.clone();
+        direction.draw_tensors(draw);
+        Self { case, direction }
+    }
+
+    fn in_dtype(&self, dtype: DType) -> Self {
+        Self { case: self.case.in_dtype(dtype), direction: self.direction.in_dtype(dtype) }
+    }
+
+    /// Changes every element by a relative `delta` times a random number.
+    fn moved(&self, delta: f64, draw: &mut Draw) -> Self {
+        fn moved<D: Dimension>(
+            tensor: &Array<f64, D>,
+            delta: f64,
+            draw: &mut Draw,
+        ) -> Array<f64, D> {
+            tensor.mapv(|x| x * (1.0 + delta * draw.normal()))
+        }
+        let mut of = |case: &Case| {
+            // a rounding would amplify the change
+            let logits_dtype = case.spec.dtype.accumulator();
+            Case {
+                spec: Spec { logits_dtype, ..case.spec.clone() },
+                q: moved(&case.q, delta, draw),
+                k: moved(&case.k, delta, draw),
+                v: moved(&case.v, delta, draw),
+                bias: case.bias.as_ref().map(|bias| moved(bias, delta, draw)),
+                sinks: case.sinks.as_ref().map(|sinks| moved(sinks, delta, draw)),
+                dout: moved(&case.dout, delta, draw),
+                dlse: case.dlse.as_ref().map(|dlse| moved(dlse, delta, draw)),
+                ..case.clone()
+            }
+        };
+        Self { case: of(&self.case), direction: of(&self.direction) }
+    }
+
+    fn direction(&self) -> Direction<'_> {
+        let Case { q, k, v, bias, sinks, .. } = &self.direction;
+        Direction {
+            q: q.view(),
+            k: k.view(),
+            v: v.view(),
+            bias: bias.as_ref().map(|bias| bias.view()),
+            sinks: sinks.as_ref().map(|sinks| sinks.view()),
+        }
+    }
+
+    /// The oracle's results.
+    fn truth(&self) -> Result<Results> {
+        let Case { dout, dlse, .. } = &self.case;
+        let dlse = dlse.as_ref().map(|dlse| dlse.view());
+        let problem = self.case.problem();
+        let truth = oracle::tangents(&problem, &self.direction(), Some(dout.view()), dlse)?;
+        let forward = oracle::forward(&problem)?;
+        let gradients = truth.gradients;
+        let mut results = vec![
+            ("out", forward.out.into_dyn()),
+            ("lse", forward.lse.into_dyn()),
+            ("ddout", truth.out.into_dyn()),
+            ("ddlse", truth.lse.into_dyn()),
+            ("dq", gradients.dq.into_dyn()),
+            ("dk", gradients.dk.into_dyn()),
+            ("dv", gradients.dv.into_dyn()),
+        ];
+        results.extend(gradients.dbias.map(|dbias| ("dbias", dbias.into_dyn())));
+        results.extend(gradients.dsinks.map(|dsinks| ("dsoftmax_aux", dsinks.into_dyn())));
+        Ok(results)
+    }
+
+    /// The results of the facade; those of the JVP replace none, but have to be equal.
+    fn computed(&self, ring: &mut LocalRing) -> Result<Results> {
+        match self.case.spec.dtype {
+            DType::F64 => self.computed_in::<f64>(ring),
+            DType::F32 => self.computed_in::<f32>(ring),
+            DType::Bf16 => self.computed_in::<bf16>(ring),
+            DType::F16 => self.computed_in::<f16>(ring),
+        }
+    }
+
+    fn computed_in<T: Element>(&self, ring: &mut LocalRing) -> Result<Results> {
+        fn cast<T: Element, D: Dimension>(tensor: &Array<f64, D>) -> Array<T, D> {
+            tensor.mapv(T::from_f64)
+        }
+        fn widened<T: Element, D: Dimension>(tensor: &Array<T, D>) -> Array<f64, ndarray::IxDyn> {
+            tensor.mapv(|x| x.to_f64()).into_dyn()
+        }
+        struct Owned<T: Element> {
+            qkv: [Array4<T>; 3],
+            bias: Option<Array4<T::Accumulator>>,
+            sinks: Option<Array2<T::Accumulator>>,
+        }
+        impl<T: Element> Owned<T> {
+            fn of(case: &Case) -> Self {
+                Self {
+                    qkv: [&case.q, &case.k, &case.v].map(cast),
+                    bias: case.bias.as_ref().map(cast),
+                    sinks: case.sinks.as_ref().map(cast),
+                }
+            }
+            fn tensors(&self) -> Tensors<'_, T> {
+                let [q, k, v] = self.qkv.each_ref().map(|tensor| tensor.view());
+                Tensors {
+                    bias: self.bias.as_ref().map(|bias| bias.view()),
+                    softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
+                    ..Tensors::new(q, k, v)
+                }
+            }
+        }
+        if self.case.batch != Batch::default() {
+            ring.update(&self.case.batch)?;
+        }
+        let primal = Owned::<T>::of(&self.case);
+        let direction = Owned::<T>::of(&self.direction);
+        let dout: Array4<T> = cast(&self.case.dout);
+        let dlse = self.case.dlse.as_ref().map(cast::<T::Accumulator, _>);
+        let jvp = ring.jvp(&primal.tensors(), &direction.tensors())?;
+        let dlse = dlse.as_ref().map(|dlse| dlse.view());
+        let (primal, direction) = (primal.tensors(), direction.tensors());
+        let double = ring.double_backward(&primal, dout.view(), dlse, &direction)?;
+        let sent = |report: &annulus::Report| report.bytes_sent == report.bytes_predicted;
+        assert!(jvp.reports.iter().chain(&double.inputs.reports).all(sent));
+        let bits = |x: &T| if x.to_f64().is_nan() { u64::MAX } else { x.to_f64().to_bits() };
+        assert!(jvp.out_tangent.iter().map(bits).eq(double.ddout.iter().map(bits)));
+        let gradients = double.inputs;
+        let mut results = vec![
+            ("out", widened(&jvp.out)),
+            ("lse", widened(&jvp.lse)),
+            ("ddout", widened(&double.ddout)),
+            ("ddlse", widened(&double.ddlse)),
+            ("dq", widened(&gradients.dq)),
+            ("dk", widened(&gradients.dk)),
+            ("dv", widened(&gradients.dv)),
+        ];
+        results.extend(gradients.dbias.map(|dbias| ("dbias", widened(&dbias))));
+        results.extend(gradients.dsoftmax_aux.map(|dsinks| ("dsoftmax_aux", widened(&dsinks))));
+        Ok(results)
+    }
+
+    /// Compares results with the oracle's, each within the bound of its condition.
+    fn judge(&self, got: &Results) -> Result<(), String> {
+        const DELTA: f64 = 1.0 / (1 << 20) as f64;
+        const FACTOR: f64 = 24.0;
+        let dtype = self.case.spec.dtype;
+        let want = self.truth().map_err(|error| error.to_string())?;
+        let base = self.moved(0.0, &mut Draw::new(0)).truth().map_err(|error| error.to_string())?;
+        let draw = &mut Draw::new(7);
+        let mut changes = vec![0.0; want.len()];
+        for _ in 0..4 {
+            let near = self.moved(DELTA, draw).truth().map_err(|error| error.to_string())?;
+            for (change, ((_, near), (_, base))) in changes.iter_mut().zip(near.iter().zip(&base)) {
+                *change = apart(near.view(), base.view()).fold(*change, f64::max);
+            }
+        }
+        for (((name, got), (_, want)), change) in got.iter().zip(&want).zip(changes) {
+            let largest =
+                want.iter().filter(|x| x.is_finite()).fold(0.0, |a: f64, x| a.max(x.abs()));
+            let wide = epsilon(dtype.accumulator());
+            let narrow = if dtype == dtype.accumulator() { wide } else { epsilon(dtype) };
+            let bound = FACTOR * wide * (change / DELTA + largest + 1.0) + narrow * largest;
+            if got.shape() != want.shape() {
+                return Err(format!("{name}: shape {:?}, want {:?}", got.shape(), want.shape()));
+            }
+            for (index, (got, want)) in got.iter().zip(want).enumerate() {
+                let same = got == want || got.is_nan() && want.is_nan();
+                if !same && !((got - want).abs() <= bound) {
+                    return Err(format!("{name}[{index}]: got {got:e}, want {want:e} ± {bound:e}"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Differences of finite numbers.
+fn apart<'a>(
+    a: ArrayViewD<'a, f64>,
+    b: ArrayViewD<'a, f64>,
+) -> impl Iterator<Item = f64> + use<'a> {
+    let pairs = a.into_iter().zip(b);
+    pairs.map(|(a, b)| (a - b).abs()).filter(|apart| apart.is_finite())
+}
+
+fn ring(case: &Case, division: Division, threads: usize, ranks: usize) -> Result<LocalRing> {
+    let attention = attention(case).second_derivatives(true);
+    LocalRing::new((attention, division, Runtime::new().threads(threads)), case.spec.dims, ranks)
+}
+
+/// Computes cases on rings of 1, 2, 3 and 5 ranks, of 1 and 2 threads, with each layout and route.
+fn check(cases: impl Iterator<Item = (u64, Case)>, dtype: DType) {
+    let layouts = [None, Some(Layout::Contiguous), Some(Layout::Striped), Some(Layout::Zigzag)];
+    let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
+    let mut failures = Vec::new();
+    let mut checked = 0;
+    for (seed, case) in cases {
+        let draw = &mut Draw::new(seed ^ 0x5eed);
+        let directed = Directed::of(case, draw).in_dtype(dtype);
+        let ranks = draw.pick(&[1, 2, 3, 5]);
+        let threads = draw.pick(&[1, 2]);
+        let layout = draw.pick(&layouts);
+        let route = draw.pick(&routes);
+        let ahead = draw.pick(&[None, Some(3)]);
+        let division = Division::new().layout(layout.clone()).route(route).receive_ahead(ahead);
+        let computed = ring(&directed.case, division, threads, ranks).and_then(|mut ring| {
+            let first = directed.computed(&mut ring)?;
+            // a plan is used again
+            let again = directed.computed(&mut ring)?;
+            assert!(
+                first.iter().zip(&again).all(|((_, a), (_, b))| {
+                    a.iter().zip(b).all(|(a, b)| a == b || a.is_nan() && b.is_nan())
+                }),
+                "seed {seed}"
+            );
+            Ok(first)
+        });
+        let judged = match computed {
+            Ok(got) => directed.judge(&got),
+            Err(error) => Err(error.to_string()),
+        };
+        checked += 1;
+        if let Err(failure) = judged {
+            failures.push(format!(
+                "seed {seed} {dtype}, {ranks} ranks, {threads} threads, {layout:?}, {route:?}: {failure}"
+            ));
+        }
+    }
+    assert!(checked > 0);
+    assert!(failures.is_empty(), "{} of {checked}:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn random_attentions_in_f64_have_the_second_derivatives_of_the_oracle() {
+    check((0..200).map(|seed| (seed, Case::random(seed))), DType::F64);
+}
+
+#[test]
+fn random_attentions_in_f32_and_16_bits_have_the_second_derivatives_of_the_oracle() {
+    for (first, dtype) in [(1000, DType::F32), (2000, DType::Bf16), (3000, DType::F16)] {
+        check((first..first + 60).map(|seed| (seed, Case::random(seed))), dtype);
+    }
+}
+
+#[test]
+fn long_attentions_have_the_second_derivatives_of_the_oracle() {
+    for (first, dtype) in [(4000, DType::F64), (5000, DType::F32), (6000, DType::Bf16)] {
+        check((first..first + 12).map(|seed| (seed, Case::random_long(seed))), dtype);
+    }
+}
+
+/// Number `n` of tensor `seed` of `scripts/second-derivatives-golden`.
+fn number(n: usize, seed: usize) -> f64 {
+    ((n + 1) * (2 * seed + 3) * 7919 % 1009) as f64 / 504.5 - 1.0
+}
+
+/// A tensor of `scripts/second-derivatives-golden`.
+fn numbers<D: Dimension>(shape: impl ndarray::ShapeBuilder<Dim = D>, seed: usize) -> Array<f64, D> {
+    let mut n = 0;
+    Array::from_shape_simple_fn(shape, || {
+        n += 1;
+        number(n - 1, seed)
+    })
+}
+
+#[test]
+fn the_oracle_and_a_ring_have_the_double_backward_of_torch() {
+    let golden = include_str!("second-derivatives.txt");
+    let dims = Dims { kv_heads: 2, value_dim: 3, ..Dims::new(2, 7, 4, 5) };
+    for (place, order) in [("after", BiasOrder::AfterSoftCap), ("before", BiasOrder::BeforeSoftCap)]
+    {
+        let spec = Spec {
+            scale: 0.4,
+            soft_cap: Some(3.0),
+            bias: Some([1, 4, 7, 7]),
+            bias_order: order,
+            sinks: Some(SinkShape::per_head(2)),
+            ..Spec::new(dims, DType::F64)
+        };
+        let masks = Masks { causal: true, ..Masks::default() };
+        let draw = &mut Draw::new(0);
+        let mut directed = Directed::of(Case::new("torch", spec, masks, draw), draw);
+        for (case, first) in [(&mut directed.case, 0), (&mut directed.direction, 10)] {
+            case.q = numbers((2, 7, 4, 5), first);
+            case.k = numbers((2, 7, 2, 5), first + 1);
+            case.v = numbers((2, 7, 2, 3), first + 2);
+            case.bias = Some(numbers((1, 4, 7, 7), first + 3));
+            case.sinks = Some(numbers((4, 2), first + 4));
+        }
+        directed.case.dout = numbers((2, 7, 4, 3), 20);
+        directed.case.dlse = Some(numbers((2, 4, 7), 21));
+        let mut ring = ring(&directed.case, Division::new(), 1, 3).unwrap();
+        for results in [directed.truth().unwrap(), directed.computed(&mut ring).unwrap()] {
+            let lines = golden.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+            let lines: Vec<_> = lines.filter(|words| words[0] == place).collect();
+            assert_eq!(lines.len(), 7);
+            for words in lines {
+                let (_, got) = results.iter().find(|(name, _)| *name == words[1]).unwrap();
+                let want: Vec<f64> = words[2..].iter().map(|word| word.parse().unwrap()).collect();
+                assert_eq!(got.len(), want.len());
+                let apart = got.iter().zip(&want).map(|(got, want)| (got - want).abs());
+                assert!(apart.fold(0.0, f64::max) < 1e-13, "{place} {}", words[1]);
+            }
+        }
+    }
+}
+
+/// Results with one term left out, as of a kernel that forgets it, are not accepted.
+#[test]
+fn the_judge_finds_planted_mistakes() {
+    let mut caught = 0;
+    for seed in 8000..8020 {
+        let dims = Dims { kv_heads: 1, ..Dims::new(1, 17, 2, 8) };
+        let spec = Spec { soft_cap: Some(5.0), ..Spec::new(dims, DType::F64) };
+        let draw = &mut Draw::new(seed);
+        let case = Case::new("planted", spec, Masks::default(), draw);
+        let right = Directed::of(case, draw);
+        assert_eq!(right.judge(&right.truth().unwrap()), Ok(()));
+        let wrong = |change: &dyn Fn(&mut Directed)| {
+            let mut wrong =
+                Directed { case: right.case.clone(), direction: right.direction.clone() };
+            change(&mut wrong);
+            right.judge(&wrong.truth().unwrap()).unwrap_err();
+        };
+        wrong(&|of| of.direction.k.fill(0.0));
+        wrong(&|of| of.direction.v[[0, 3, 0, 1]] *= 1.0 + 1e-9);
+        wrong(&|of| of.case.spec.soft_cap = None);
+        wrong(&|of| of.case.dout[[0, 16, 1, 7]] += 1e-9);
+        caught += 4;
+    }
+    assert_eq!(caught, 80);
+}
+
+/// Central differences of the oracle's first derivatives along the direction.
+#[test]
+fn the_oracle_has_the_finite_differences_of_the_first_derivatives() {
+    const STEP: f64 = 1e-5;
+    for seed in 7000..7040 {
+        let directed = Directed::of(Case::random(seed), &mut Draw::new(seed));
+        let mut case = directed.case.clone();
+        case.spec.logits_dtype = DType::F64;
+        let along = |step: f64| {
+            let direction = &directed.direction;
+            let mut moved = case.clone();
+            moved.q.scaled_add(step, &direction.q);
+            moved.k.scaled_add(step, &direction.k);
+            moved.v.scaled_add(step, &direction.v);
+            for (bias, of) in moved.bias.iter_mut().zip(&direction.bias) {
+                bias.scaled_add(step, of);
+            }
+            for (sinks, of) in moved.sinks.iter_mut().zip(&direction.sinks) {
+                sinks.scaled_add(step, of);
+            }
+            let Truth { forward, backward } = moved.truth().unwrap();
+            let mut results = vec![
+                forward.out.into_dyn(),
+                forward.lse.into_dyn(),
+                backward.dq.into_dyn(),
+                backward.dk.into_dyn(),
+                backward.dv.into_dyn(),
+            ];
+            results.extend(backward.dbias.map(Array::into_dyn));
+            results.extend(backward.dsinks.map(Array::into_dyn));
+            results
+        };
+        let differences = along(STEP).into_iter().zip(along(-STEP));
+        let directed = Directed { case: case.clone(), direction: directed.direction.clone() };
+        let truth = directed.truth().unwrap();
+        for ((name, want), (after, before)) in truth[2..].iter().zip(differences) {
+            let difference = (after - before) / (2.0 * STEP);
+            let largest = want.iter().fold(1.0, |a: f64, x| a.max(x.abs()));
+            let most = apart(difference.view(), want.view()).fold(0.0, f64::max);
+            assert!(most <= 2e-7 * largest, "seed {seed} {name}: {most:e} of {largest:e}");
+        }
+    }
+}
+
+#[test]
+fn what_has_no_second_derivatives_is_refused_by_name() {
+    let dims = Dims::new(1, 512, 2, 8);
+    let refused = |attention: Attention, division: Division, ranks, by: &str| match LocalRing::new(
+        (attention.second_derivatives(true), division),
+        dims,
+        ranks,
+    ) {
+        Err(Error::Unsupported { what, by: got }) => {
+            assert!(what.contains("second_derivatives") && got.contains(by), "{what} {got}");
+        }
+        other => panic!("{by}: {other:?}"),
+    };
+    let new = Attention::new;
+    let two_pass = new().backward_mode(BackwardMode::TwoPass);
+    refused(new().reproducible(true), Division::new(), 1, "reproducible");
+    refused(new().unnormalized(true), Division::new(), 1, "unnormalized");
+    refused(two_pass.clone(), Division::new(), 2, "backward_mode");
+    let heads = Division::new().strategy(Strategy::HeadsRing { heads: 2 });
+    refused(new(), heads, 2, "strategy");
+    LocalRing::new(two_pass.second_derivatives(true), dims, 1).unwrap();
+
+    // of a plan without them, and of one that is forward only
+    let x = Array4::<f32>::ones((1, 512, 2, 8));
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let mut plain = LocalRing::new(new(), dims, 2).unwrap();
+    let error = plain.jvp(&tensors, &tensors).unwrap_err();
+    assert!(error.to_string().contains("second_derivatives"), "{error}");
+    let error = plain.double_backward(&tensors, x.view(), None, &tensors).unwrap_err();
+    assert!(error.to_string().contains("second_derivatives"), "{error}");
+    let forward_only = new().forward_only(true).second_derivatives(true);
+    let mut ring = LocalRing::new(forward_only, dims, 2).unwrap();
+    ring.jvp(&tensors, &tensors).unwrap();
+    let error = ring.double_backward(&tensors, x.view(), None, &tensors).unwrap_err();
+    assert!(error.to_string().contains("forward only"), "{error}");
+
+    // a direction of another shape, and of a tensor that is not there
+    let mut ring = LocalRing::new(new().second_derivatives(true), dims, 2).unwrap();
+    let short = Array4::<f32>::ones((1, 512, 2, 4));
+    let wrong = Tensors::new(short.view(), x.view(), x.view());
+    assert!(ring.jvp(&tensors, &wrong).is_err());
+    let bias = Array4::<f32>::ones((1, 1, 1, 1));
+    assert!(ring.jvp(&tensors, &tensors.reborrow().with_bias(bias.view())).is_err());
+    ring.jvp(&tensors, &tensors).unwrap();
+}
