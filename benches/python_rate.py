@@ -18,7 +18,8 @@ import time
 
 import torch
 
-import annulus.torch
+import annulus_attention as annulus
+import annulus_attention.torch
 
 LENGTH, HEADS, DIM, ROUNDS = 2048, 8, 64, 8
 FLOPS = 4 * LENGTH * LENGTH * HEADS * DIM

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-import annulus
+import annulus_attention as annulus
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ring = {"ranks": 2}

@@ -8,7 +8,8 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-import annulus.torch
+import annulus_attention as annulus
+import annulus_attention.torch
 
 comm, lengths = MPI.COMM_WORLD, [150, 6, 40, 60]
 length, starts = sum(lengths), np.cumsum([0, *lengths])

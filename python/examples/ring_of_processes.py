@@ -6,7 +6,7 @@ mpirun -n 2 python python/examples/ring_of_processes.py
 import numpy as np
 from mpi4py import MPI
 
-import annulus
+import annulus_attention as annulus
 
 comm = MPI.COMM_WORLD
 attention = annulus.Attention(causal=True, sliding_window=(255, 0))

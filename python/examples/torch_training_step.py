@@ -7,7 +7,8 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-import annulus.torch
+import annulus_attention as annulus
+import annulus_attention.torch
 
 comm, length = MPI.COMM_WORLD, 256
 shard = annulus.Attention(causal=True).shard(length, comm=comm)

@@ -38,7 +38,7 @@ macro_rules! either {
 }
 
 /// A KV cache.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, module = "annulus_attention._annulus")]
 pub(crate) struct Cache {
     session: Session<Engine>,
     dtype: DType,

@@ -1,4 +1,4 @@
-//! The parameters of an attention, a plan and a batch, as `annulus/_attention.py` passes them:
+//! The parameters of an attention, a plan and a batch, as `_attention.py` passes them:
 //! checked and complete, so that an error here is a defect of the package; and backends by name.
 
 use std::{

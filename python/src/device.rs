@@ -92,7 +92,7 @@ impl From<DType> for DataType {
 }
 
 /// An array in the memory of a GPU: a view of another library's, or a result.
-#[pyclass(frozen, module = "annulus")]
+#[pyclass(frozen, module = "annulus_attention")]
 pub(crate) struct DeviceArray {
     pub(crate) address: u64,
     pub(crate) dtype: DType,

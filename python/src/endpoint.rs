@@ -14,7 +14,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use crate::errors::Raises;
 
 /// A duplicate of a communicator.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, module = "annulus_attention._annulus")]
 pub(crate) struct Endpoint(Mutex<Option<Mpi>>);
 
 #[pymethods]

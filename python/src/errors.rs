@@ -1,4 +1,4 @@
-//! annulus errors as the exceptions of `annulus/_errors.py`.
+//! annulus errors as the exceptions of `annulus_attention/_errors.py`.
 
 use annulus::Error;
 use pyo3::prelude::*;
@@ -36,7 +36,7 @@ fn exception(py: Python<'_>, error: &Error) -> PyErr {
         _ => None,
     };
     let made = py
-        .import("annulus._errors")
+        .import("annulus_attention._errors")
         .and_then(|module| module.getattr("from_code"))
         .and_then(|make| make.call1((error.code(), error.to_string(), argument)));
     match made {

@@ -1,10 +1,10 @@
-//! The extension module `annulus._annulus`: plans over arrays that Python owns.
+//! The extension module `annulus_attention._annulus`: plans over arrays that Python owns.
 //!
 //! | file | content |
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
 //! | `cache.rs` | the class `Cache` |
-//! | `config.rs` | parameters of attentions and plans, from `annulus/_attention.py`; backends |
+//! | `config.rs` | parameters of attentions and plans, from `_attention.py`; backends |
 //! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
 //! | `endpoint.rs` | the class `Endpoint` |
 //! | `errors.rs` | annulus errors as Python exceptions |
@@ -14,7 +14,7 @@
 //! | `signals.rs` | Ctrl-C during a pass |
 //! | `xla.rs` | the function that compiled JAX programs call |
 //!
-//! The module is private. The package in `annulus/` checks and names arguments, allocates outputs
+//! The module is private. The package around it checks and names arguments, allocates outputs
 //! and converts arrays; this module checks again whatever memory safety depends on.
 
 mod array;

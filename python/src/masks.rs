@@ -96,7 +96,7 @@ impl annulus::bias::BiasFunction for BiasOfPositions {
 }
 
 /// A mask over positions. `a & b` and `a | b` combine masks.
-#[pyclass(frozen, weakref, module = "annulus._annulus")]
+#[pyclass(frozen, weakref, module = "annulus_attention._annulus")]
 pub(crate) struct Mask {
     pub(crate) mask: SharedMask,
     /// Functions of Python's in it.
@@ -198,7 +198,7 @@ fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
 }
 
 /// A bias that is computed from positions.
-#[pyclass(frozen, weakref, module = "annulus._annulus")]
+#[pyclass(frozen, weakref, module = "annulus_attention._annulus")]
 pub(crate) struct BiasFunction {
     pub(crate) function: Arc<dyn annulus::bias::BiasFunction>,
     /// Functions of Python's in it.

@@ -62,7 +62,7 @@ pub(crate) type PyRuns = Vec<(i64, i64, u64)>;
 pub(crate) type PyReport = (f64, f64, u64, u64);
 
 /// A plan, made once and used for many passes.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, module = "annulus_attention._annulus")]
 pub(crate) struct Plan {
     session: Session<Engine>,
     dtype: DType,

@@ -1,7 +1,7 @@
 //! The function that XLA's CPU runtime calls for attention in a compiled JAX program.
 //!
-//! XLA passes a call frame: buffers, and the attribute `call`, a text that `annulus/jax.py` wrote.
-//! The handler takes the GIL and gives both to `annulus.jax._execute`, with the buffers as arrays
+//! XLA passes a call frame: buffers, and the attribute `call`, a text that `jax.py` wrote.
+//! The handler takes the GIL and gives both to `jax._execute`, with the buffers as arrays
 //! in place. The declarations follow XLA's stable C interface (`xla/ffi/api/c_api.h`, version 0.1),
 //! in which later versions append fields and never move them.
 
@@ -130,7 +130,7 @@ mod c_api {
 }
 
 /// A buffer of XLA's as an array in place, valid until the handler returns.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, module = "annulus_attention._annulus")]
 pub(crate) struct XlaBuffer {
     address: usize,
     shape: Vec<i64>,
@@ -254,7 +254,7 @@ unsafe fn tell_version(mut extension: *mut Extension) -> bool {
     false
 }
 
-/// Gives the buffers and the text of a frame to `annulus.jax._execute`.
+/// Gives the buffers and the text of a frame to `jax._execute`.
 ///
 /// # Safety
 /// The frame is one of XLA's, in the stage "execute", the only one the handler is registered for.
@@ -263,7 +263,7 @@ unsafe fn execute(py: Python<'_>, frame: &CallFrame) -> PyResult<()> {
     let (text, operands, results) = unsafe {
         (text(&frame.attributes)?, arrays(&frame.operands, true)?, arrays(&frame.results, false)?)
     };
-    py.import("annulus.jax")?.getattr("_execute")?.call1((text, operands, results))?;
+    py.import("annulus_attention.jax")?.getattr("_execute")?.call1((text, operands, results))?;
     Ok(())
 }
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-import annulus
-from annulus._calls import Call
+import annulus_attention as annulus
+from annulus_attention._calls import Call
 
 BATCH = (
     "attention_mask",

@@ -17,7 +17,8 @@ import numpy as np
 from helpers import random, run_rank
 from jax.sharding import NamedSharding, PartitionSpec
 
-import annulus.jax
+import annulus_attention as annulus
+import annulus_attention.jax
 
 OPERANDS = tuple(jnp.asarray(random(4, 8, heads, 4, seed=heads)) for heads in (4, 2, 2))
 

@@ -13,8 +13,9 @@ from helpers import chosen_strategies, run_rank
 from mpi4py import MPI
 from torch import nn
 
-import annulus.torch
-from annulus import _plan_cache
+import annulus_attention as annulus
+import annulus_attention.torch
+from annulus_attention import _plan_cache
 
 WORLD = MPI.COMM_WORLD
 RANK, RANKS = WORLD.rank, WORLD.size

@@ -28,7 +28,7 @@ from helpers import (
 )
 from mpi4py import MPI
 
-import annulus
+import annulus_attention as annulus
 
 WORLD = MPI.COMM_WORLD
 RANK, RANKS = WORLD.rank, WORLD.size

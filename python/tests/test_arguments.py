@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import naive, random
 
-import annulus
-from annulus import biases, masks
+import annulus_attention as annulus
+from annulus_attention import biases, masks
 
 N = 24
 Q, K, V = random(1, N, 4, 8), random(1, N, 2, 8, seed=1), random(1, N, 2, 8, seed=2)

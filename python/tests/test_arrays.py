@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers import naive, random
 
-import annulus
-from annulus import _arrays
+import annulus_attention as annulus
+from annulus_attention import _arrays
 
 Q, K, V = (1, 33, 4, 16), (1, 40, 2, 16), (1, 40, 2, 8)
 VISIBLE = np.tri(33, 40, dtype=bool)

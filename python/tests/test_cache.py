@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from helpers import random
 
-import annulus
-from annulus import _options
-from annulus._calls import Call
+import annulus_attention as annulus
+from annulus_attention import _options
+from annulus_attention._calls import Call
 
 N = 37
 Q, K, V = random(2, N, 4, 16), random(2, N, 2, 16, seed=1), random(2, N, 2, 8, seed=2)

@@ -14,7 +14,7 @@ import pytest
 from helpers import run_rank
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 DIMS: dict[str, int] = dict(batch=1, q_len=70, q_heads=4, kv_heads=2, head_dim=16)
 ATTENTION = annulus.Attention(causal=True, sliding_window=(40, 0))

@@ -19,11 +19,11 @@ import pytest
 from helpers import random
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "### Python", "docs/python.md": "# Python", "python/README.md": "# annulus"}
+PAGES = {"README.md": "### Python", "docs/python.md": "# Python", "python/README.md": "# annulus-attention"}
 LENGTHS = {"q_len": 64, "q_heads": 4, "head_dim": 16}
 TOKENS = 4096
 """Length of the sequence that the examples shard."""

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from helpers import random
 
-import annulus
-from annulus import _plan_cache, _results
+import annulus_attention as annulus
+from annulus_attention import _plan_cache, _results
 
 # more rows than one thread computes alone
 N = 300
@@ -129,7 +129,7 @@ def test_calls_in_a_child_have_the_bits_of_its_parent() -> None:
     try:
         import torch
 
-        import annulus.torch as of_torch
+        import annulus_attention.torch as of_torch
     except ImportError:
         torch = None
     want = calls()
@@ -221,7 +221,9 @@ def test_a_process_forks_while_another_thread_computes() -> None:
         for _ in range(10):
             in_child(work)
         # exec
-        done = subprocess.run([sys.executable, "-c", "import annulus"], timeout=4 * DEADLINE)
+        done = subprocess.run(
+            [sys.executable, "-c", "import annulus_attention"], timeout=4 * DEADLINE
+        )
         assert done.returncode == 0
     finally:
         ends = True
@@ -246,7 +248,7 @@ def test_workers_of_a_data_loader() -> None:
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader, Dataset
 
-    from annulus.torch import flash_attention
+    from annulus_attention.torch import flash_attention
 
     x = torch.tensor(Q)
 

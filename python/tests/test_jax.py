@@ -18,13 +18,13 @@ import pytest
 from helpers import Case, batch, check, chosen_strategies, floats, naive, random
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 jax = pytest.importorskip("jax")
 jax.config.update("jax_enable_x64", True)
 jnp = jax.numpy
 
-import annulus.jax  # noqa: E402  (imports jax)
+import annulus_attention.jax  # noqa: E402  (imports jax)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from helpers import random
 
-import annulus
-from annulus import mpi_shim
+import annulus_attention as annulus
+from annulus_attention import mpi_shim
 
 needs_mpi = pytest.mark.skipif(not annulus.HAS_MPI, reason="a build without the feature mpi")
 
@@ -148,7 +148,7 @@ def test_a_build_without_mpi_names_the_communicator() -> None:
 @pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")
 def test_a_build_that_loads_no_mpi_compiles_no_shim(capsys: pytest.CaptureFixture[str]) -> None:
     assert mpi_shim.main([]) == 2
-    assert capsys.readouterr().err.startswith("usage: python -m annulus.mpi_shim")
+    assert capsys.readouterr().err.startswith("usage: python -m annulus_attention.mpi_shim")
     assert mpi_shim.main(["nothing.so"]) == 1
     assert "this build of annulus loads no MPI" in capsys.readouterr().err
     assert not Path("nothing.so").exists()

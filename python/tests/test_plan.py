@@ -15,7 +15,7 @@ import pytest
 from helpers import Case, batch, check, floats, naive, random
 from helpers import plan as plan_of
 
-import annulus
+import annulus_attention as annulus
 
 N = 64
 Q, K, V = random(1, N, 4, 16), random(1, N, 2, 16, seed=1), random(1, N, 2, 16, seed=2)
@@ -169,7 +169,7 @@ def test_a_plan_in_use_refuses_a_second_call() -> None:
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np
-import annulus
+import annulus_attention as annulus
 
 # a shell's background process inherits a SIGINT that is ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -214,7 +214,8 @@ def test_ctrl_c_ends_a_pass(ranks: int) -> None:
 
 
 def test_importing_the_package_imports_neither_torch_nor_jax() -> None:
-    code = "import sys, annulus; print(sorted({'jax', 'torch', 'mpi4py'} & set(sys.modules)))"
+    others = "{'jax', 'torch', 'mpi4py'}"
+    code = f"import sys, annulus_attention; print(sorted({others} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
 

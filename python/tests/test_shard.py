@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers import chosen_strategies, random
 
-import annulus
-from annulus import _options
-from annulus._calls import Call
+import annulus_attention as annulus
+from annulus_attention import _options
+from annulus_attention._calls import Call
 
 CUSTOM = ([[4, 0, 2], [1, 3, 5, 6]], [[0, 1, 2, 3], [6, 5, 4]])
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import random
 
-import annulus
+import annulus_attention as annulus
 
 N = 64
 Q, K, V = random(1, N, 4, 16), random(1, N, 2, 16, seed=1), random(1, N, 2, 16, seed=2)
@@ -150,7 +150,7 @@ def test_a_pass_that_is_dropped_ends(ranks: int) -> None:
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np
-import annulus
+import annulus_attention as annulus
 
 # a shell's background process inherits a SIGINT that is ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)

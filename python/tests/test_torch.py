@@ -13,11 +13,11 @@ import pytest
 from helpers import Case, batch, check, floats, naive, random
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 torch = pytest.importorskip("torch")
 
-import annulus.torch  # noqa: E402  (imports torch)
+import annulus_attention.torch  # noqa: E402  (imports torch)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

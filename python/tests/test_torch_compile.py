@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from helpers import random
 
-import annulus
-from annulus import masks
+import annulus_attention as annulus
+from annulus_attention import masks
 
 torch = pytest.importorskip("torch")
 
-import annulus.torch  # noqa: E402  (imports torch)
-from annulus import _options, _plan_cache  # noqa: E402
+import annulus_attention.torch  # noqa: E402  (imports torch)
+from annulus_attention import _options, _plan_cache  # noqa: E402
 
 N = 40
 

@@ -10,11 +10,11 @@ import pytest
 from helpers import random
 from test_mpi import launch, needs_mpi
 
-import annulus
+import annulus_attention as annulus
 
 torch = pytest.importorskip("torch")
 
-import annulus.torch  # noqa: E402  (imports torch)
+import annulus_attention.torch  # noqa: E402  (imports torch)
 
 torch.set_num_threads(1)
 F = torch.nn.functional

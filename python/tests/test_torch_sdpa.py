@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers import random
 
-import annulus
+import annulus_attention as annulus
 
 torch = pytest.importorskip("torch")
 
@@ -22,7 +22,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-import annulus.torch  # noqa: E402  (imports torch)
+import annulus_attention.torch  # noqa: E402  (imports torch)
 
 ours = annulus.torch.scaled_dot_product_attention
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}

@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
-import annulus.torch
-from annulus import _agreement
+import annulus_attention as annulus
+import annulus_attention.torch
+from annulus_attention import _agreement
 
 WORLD = MPI.COMM_WORLD
 RANK, RANKS = WORLD.rank, WORLD.size

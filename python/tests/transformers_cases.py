@@ -15,8 +15,8 @@ import torch
 from tiny_transformers import build
 from transformers import AttentionInterface
 
-import annulus
-import annulus.torch
+import annulus_attention as annulus
+import annulus_attention.torch
 
 BOUND = 2e-3
 """Largest relative difference. Weights are float32, with scores of up to a few tens."""

@@ -28,7 +28,8 @@ from models_program import (
 from test_torch_models import tiny
 from tiny_transformers import build
 
-import annulus.torch
+import annulus_attention as annulus
+import annulus_attention.torch
 
 
 def sharded(model: Any, words: Any, own: Any) -> Any:

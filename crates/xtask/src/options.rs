@@ -21,17 +21,17 @@ const FILES: [(&str, &str); 4] = [
     ("crates/capi/src/option_fields.rs", "capi.rs"),
     ("crates/cli/src/arguments/option_flags.rs", "command.rs"),
     ("python/src/option_fields.rs", "module.rs"),
-    ("python/annulus/_option_fields.py", "package.py"),
+    ("python/annulus_attention/_option_fields.py", "package.py"),
 ];
 
 /// Files with regions, or with a class whose docstring has the options below a heading.
 const REGIONS: [(&str, Option<(&str, &str)>); 6] = [
     ("crates/capi/fortran/annulus.f90", None),
     ("docs/semantics.md", None),
-    ("python/annulus/_attention.py", Some(("Attention", "Attributes"))),
-    ("python/annulus/_plan.py", Some(("Plan", "Keyword Args"))),
-    ("python/annulus/_cache.py", None),
-    ("python/annulus/_calls.py", None),
+    ("python/annulus_attention/_attention.py", Some(("Attention", "Attributes"))),
+    ("python/annulus_attention/_plan.py", Some(("Plan", "Keyword Args"))),
+    ("python/annulus_attention/_cache.py", None),
+    ("python/annulus_attention/_calls.py", None),
 ];
 
 /// Groups, with the builder that has their setters.

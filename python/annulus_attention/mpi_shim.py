@@ -1,6 +1,6 @@
 """Compiles the shim by which a build that loads MPI uses one without the standard ABI of MPI 5.0.
 
-    python -m annulus.mpi_shim libannulus_mpi_shim.so
+    python -m annulus_attention.mpi_shim libannulus_mpi_shim.so
     export ANNULUS_MPI_LIBRARY=$PWD/libannulus_mpi_shim.so
 
 The MPI is that of the compiler wrapper ``$MPICC`` (default: ``mpicc``), and must be mpi4py's.
@@ -20,10 +20,10 @@ from . import _annulus
 def main(arguments: list[str]) -> int:
     """Compiles the shim. Returns the exit status of the command."""
     if len(arguments) != 1:
-        print("usage: python -m annulus.mpi_shim OUTPUT.so", file=sys.stderr)
+        print("usage: python -m annulus_attention.mpi_shim OUTPUT.so", file=sys.stderr)
         return 2
     if not _annulus.HAS_MPI or _annulus.LINKS_MPI:
-        print("annulus.mpi_shim: this build of annulus loads no MPI", file=sys.stderr)
+        print("annulus_attention.mpi_shim: this build of annulus loads no MPI", file=sys.stderr)
         return 1
     compiler = os.environ.get("MPICC", "mpicc")
     with TemporaryDirectory() as folder:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         try:
             return subprocess.run(command, check=False).returncode
         except OSError as error:
-            print(f"annulus.mpi_shim: {compiler}: {error.strerror}", file=sys.stderr)
+            print(f"annulus_attention.mpi_shim: {compiler}: {error.strerror}", file=sys.stderr)
             return 1
 
 

@@ -159,7 +159,7 @@ class Plan:
 
         def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None, Place | None]:
             if not isinstance(attention, Attention):
-                raise invalid("attention", repr(attention), "an annulus.Attention")
+                raise invalid("attention", repr(attention), "an annulus_attention.Attention")
             if ranks is not None and comm is not None:
                 raise invalid("ranks", ranks, "None, since comm has its own ranks")
             self._lengths = lengths(

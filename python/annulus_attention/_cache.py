@@ -88,7 +88,7 @@ class Cache:
 
         def prepare() -> tuple[dict[str, Any], tuple[str, int | None], int | None]:
             if not isinstance(attention, Attention):
-                raise invalid("attention", repr(attention), "an annulus.Attention")
+                raise invalid("attention", repr(attention), "an annulus_attention.Attention")
             if not attention.normalize_output:
                 raise unsupported("normalize_output", "the KV cache merges normalised outputs")
             if ranks is not None and comm is not None:

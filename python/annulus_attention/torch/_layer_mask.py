@@ -325,5 +325,5 @@ def _first_tokens(pattern: MaskPattern, batch: int, sharding: Sharding) -> Any:
 def _check_consecutive(position_ids: Any) -> None:
     """Refuses positions that restart."""
     if position_ids is not None and bool((torch.diff(position_ids, dim=-1) != 1).any()):
-        why = "packed sequences without their mask; annulus.torch.register passes it"
+        why = "packed sequences without their mask; annulus_attention.torch.register passes it"
         raise unsupported("position_ids", why)

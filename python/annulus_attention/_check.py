@@ -130,7 +130,7 @@ def dtype_or_none(name: str, value: Any) -> str | None:
 def instance(name: str, value: Any, kind: type[T], module: str) -> T | None:
     """Returns an object of a module of the package, or None."""
     if value is not None and not isinstance(value, kind):
-        raise invalid(name, repr(value), f"an object of annulus.{module}")
+        raise invalid(name, repr(value), f"an object of annulus_attention.{module}")
     return value
 
 

@@ -211,7 +211,7 @@ def _other_implementations_refused() -> Iterator[None]:
     registered = transformers.AttentionInterface._global_mapping
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise unsupported("attn_implementation", "want that of annulus.torch.register")
+        raise unsupported("attn_implementation", "want that of annulus_attention.torch.register")
 
     others = [
         name for name, function in registered.items() if not function.__module__.startswith(OWN)

@@ -1,6 +1,6 @@
 """Exact attention, forward and backward, over sequences that do not fit one device.
 
-    import annulus
+    import annulus_attention as annulus
 
     out = annulus.flash_attention(query, key, value, causal=True)
     out = annulus.ring_attention(query, key, value, causal=True, ranks=4)

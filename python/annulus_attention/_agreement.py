@@ -214,7 +214,8 @@ class Channel:
             raise
 
     def _close(self, error: BaseException) -> None:
-        how = "annulus.torch.clear_plans() on all ranks, or another communicator, begins anew"
+        again = "annulus_attention.torch.clear_plans() on all ranks"
+        how = f"{again}, or another communicator, begins anew"
         self._closed = f"calls over this communicator have ended: {_text(error)}; {how}"
         self._send(Message(CLOSED, _text(error)))
 
@@ -380,7 +381,9 @@ def fortran_handle(comm: Any) -> int:
     own, is_initialised = _annulus.mpi_library()
     own, other = (text.strip("\0\n ") for text in (own, MPI.Get_library_version()))
     made = "was built with" if _annulus.LINKS_MPI else "has loaded"
-    advice = "" if _annulus.LINKS_MPI else "; see ANNULUS_MPI_LIBRARY and annulus.mpi_shim"
+    advice = (
+        "" if _annulus.LINKS_MPI else "; see ANNULUS_MPI_LIBRARY and annulus_attention.mpi_shim"
+    )
     if own != other:
         names = f"{first_line(other)!r}, and annulus {made} {first_line(own)!r}"
         raise unsupported("comm", f"mpi4py uses {names}{advice}")
