@@ -95,9 +95,11 @@ pub mod planning {
     pub use annulus_plan::*;
 }
 
-/// Examples of the pages in `docs`, run as tests.
+/// Examples of the README and of the pages in `docs`, run as tests.
 #[cfg(doctest)]
 mod pages {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
     #[doc = include_str!("../../../docs/first-ring.md")]
     struct FirstRing;
     #[doc = include_str!("../../../docs/rust.md")]
