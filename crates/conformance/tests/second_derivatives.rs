@@ -199,7 +199,8 @@ impl Directed {
             }
             for (index, (got, want)) in got.iter().zip(want).enumerate() {
                 let same = got == want || got.is_nan() && want.is_nan();
-                if !same && !((got - want).abs() <= bound) {
+                let apart = (got - want).abs();
+                if !same && (apart.is_nan() || apart > bound) {
                     return Err(format!("{name}[{index}]: got {got:e}, want {want:e} ± {bound:e}"));
                 }
             }

@@ -349,8 +349,9 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             self.add_bias(coord, tile_mask, dp_tangent, dbias);
         }
         let dq = &mut chunk.dq[strip_elements(strip, geometry.head_rows())];
-        gemm_tn(size, tile_mask, k, &s_tangent[span.clone()], dq, Previous::Add, &mut ());
-        gemm_tn(size, tile_mask, k_tangent, &s[span], dq, Previous::Add, &mut ());
+        let (ds_tangent, ds) = (&s_tangent[span.clone()], &s[span]);
+        gemm_tn(size, tile_mask, k, ds_tangent.into(), dq, Previous::Add, &mut ());
+        gemm_tn(size, tile_mask, k_tangent, ds.into(), dq, Previous::Add, &mut ());
 
         // whole register tiles of keys, of which those around the visible ones have no gradient
         let visible = tile_mask.rows();

@@ -152,10 +152,11 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let probs = &s[span.clone()];
         let range = strip_elements(strip, self.geometry.value_rows());
         let out = &mut chunk.out[range.clone()];
-        gemm_tn(size, tile_mask, v, probs, out, previous, &mut ());
+        gemm_tn(size, tile_mask, v, probs.into(), out, previous, &mut ());
         let out_tangent = &mut chunk.out_tangent[range];
-        gemm_tn(size, tile_mask, v_tangent, probs, out_tangent, previous, &mut ());
-        gemm_tn(size, tile_mask, v, &s_tangent[span], out_tangent, Previous::Add, &mut ());
+        gemm_tn(size, tile_mask, v_tangent, probs.into(), out_tangent, previous, &mut ());
+        let weights = &s_tangent[span];
+        gemm_tn(size, tile_mask, v, weights.into(), out_tangent, Previous::Add, &mut ());
     }
 }
 

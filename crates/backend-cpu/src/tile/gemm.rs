@@ -169,6 +169,12 @@ pub(crate) struct Weights<'a, A> {
     pub(crate) errors: Option<&'a [A]>,
 }
 
+impl<'a, A> From<&'a [A]> for Weights<'a, A> {
+    fn from(elements: &'a [A]) -> Self {
+        Self { elements, errors: None }
+    }
+}
+
 /// Accumulates the visible rows of a panel, weighted by `probs`.
 ///
 /// ```text
@@ -734,7 +740,7 @@ mod tests {
                 (token, vectors),
                 &tile_mask,
                 panel.view(),
-                Weights { elements: visible, errors: None },
+                visible.into(),
                 &mut sums,
                 previous,
                 &mut (),

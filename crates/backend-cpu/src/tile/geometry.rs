@@ -137,7 +137,7 @@ impl Geometry {
 
     /// Returns the same geometry without pairs of bf16.
     pub(crate) const fn without_pairs(self) -> Self {
-        Self { bf16_pairs: false, ..self }
+        Self { bf16_pairs: false, tiles: false, split: false, ..self }
     }
 
     /// Returns the lanes of a full strip.

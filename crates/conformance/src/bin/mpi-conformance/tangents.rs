@@ -57,7 +57,7 @@ fn run(plan: &mut Plan, dims: Dims) -> Result<(Numbers, bool)> {
         let bias = tensor(seed + 3, &all, [dims.q_heads, 1]).permuted_axes([0, 2, 3, 1]);
         let sinks = tensor(seed + 4, &Runs::counting(0, 4), [2, 1]);
         let sinks = sinks.index_axis_move(Axis(0), 0).index_axis_move(Axis(2), 0);
-        (q, k, v, bias, sinks)
+        ([q, k, v, bias], sinks)
     };
     let (primal, direction) = (of(0), of(10));
     let dout = tensor(20, &q_rows, [dims.q_heads, dims.value_dim]);
@@ -74,9 +74,8 @@ fn run(plan: &mut Plan, dims: Dims) -> Result<(Numbers, bool)> {
     Ok((numbers.chain(shared).collect(), as_predicted))
 }
 
-fn tensors(
-    (q, k, v, bias, sinks): &(Array4<f64>, Array4<f64>, Array4<f64>, Array4<f64>, Array2<f64>),
-) -> Tensors<'_, f64> {
+/// Views q, k, v and bias, and the sinks.
+fn tensors(([q, k, v, bias], sinks): &([Array4<f64>; 4], Array2<f64>)) -> Tensors<'_, f64> {
     Tensors::new(q.view(), k.view(), v.view()).with_bias(bias.view()).with_softmax_aux(sinks.view())
 }
 
