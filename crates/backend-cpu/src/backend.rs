@@ -104,9 +104,9 @@ impl Backend for Cpu {
     type Workspace = CpuWorkspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
-    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs where the instruction
-    /// set [multiplies pairs](Isa::multiplies_pairs), but not in the reproducible order; on AMX they are
-    /// sums of two bf16 unless the precision is [`Precision::Default`].
+    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs where the instruction set
+    /// [multiplies pairs](Isa::multiplies_pairs), but not in the reproducible order; on AMX they
+    /// are sums of two bf16 unless the precision is [`Precision::Default`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         let isa = self.isa()?;
         spec.validate()?;

@@ -4,7 +4,8 @@
 //! ```text
 //! C[16 × 16] += A[16 × 16 pairs] · B[16 pairs × 16]     a pair: two bf16 of neighbouring k
 //!
-//! per element:   e = o = 0;   for k ascending:  e = fma(a.low, b.low, e);  o = fma(a.high, b.high, o)
+//! per element:   e = o = 0
+//!                for k ascending:  e = fma(a.low, b.low, e);  o = fma(a.high, b.high, o)
 //!                c = c + (e + o)
 //! ```
 //! Every step is rounded once to nearest in f32. Subnormal numbers are read as 0, results below the
@@ -269,7 +270,8 @@ mod hardware {
         // bits of XCR0: tile configuration and tile data
         const STATE: u32 = 3 << 17;
         let state: u32;
-        // SAFETY: OSXSAVE, which the caller has checked, says that XGETBV may be executed; it reads register 0, which exists.
+        // SAFETY: OSXSAVE, which the caller has checked, says that XGETBV may be executed; it reads
+        // register 0, which exists.
         unsafe {
             asm!("xgetbv", in("ecx") 0, out("eax") state, out("edx") _,
                 options(nomem, nostack, preserves_flags));
