@@ -57,15 +57,18 @@ pub(crate) fn interleave_rows<A: Real>(
 ) {
     let width = vectors * WIDTH;
     let span = rows.start * width..rows.end * width;
-    let errors = errors.map(|errors| &mut as_pairs_mut(errors)[span.clone()]);
-    let tile = &mut as_pairs_mut(tile)[span];
     let odd = !rows.start.is_multiple_of(2);
-    token.run_pair_kernel(vectors, InterleaveRows { tile, errors, odd });
+    let tile = &mut as_pairs_mut(tile)[span.clone()];
+    if let Some(errors) = errors {
+        let from = &*tile;
+        let into = &mut as_pairs_mut(errors)[span];
+        token.run_pair_kernel(vectors, InterleaveErrors { from, into, odd });
+    }
+    token.run_pair_kernel(vectors, InterleaveRows { tile, odd });
 }
 
 struct InterleaveRows<'a> {
     tile: &'a mut [f32],
-    errors: Option<&'a mut [f32]>,
     /// True if the first row is the second of its pair.
     odd: bool,
 }
@@ -74,7 +77,6 @@ impl PairKernel for InterleaveRows<'_> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
         let tile = V::strip_mut::<VECTORS>(self.tile);
-        let mut errors = self.errors.map(V::strip_mut::<VECTORS>);
         let count = tile.len();
         let skip = usize::from(self.odd);
         let zero = V::splat(0.0);
@@ -86,10 +88,34 @@ impl PairKernel for InterleaveRows<'_> {
                 let first = low.map_or(zero, |low| V::load(&tile[low][v]));
                 let second = if high < count { V::load(&tile[high][v]) } else { zero };
                 V::interleaved(first, second).store(&mut tile[pair][v]);
-                if let Some(errors) = &mut errors {
-                    let [first, second] = [first, second].map(rounding_error);
-                    V::interleaved(first, second).store(&mut errors[pair][v]);
-                }
+            });
+        }
+    }
+}
+
+/// Interleaves the rounding errors of rows.
+struct InterleaveErrors<'a> {
+    from: &'a [f32],
+    /// As many lines as `from`; the first ones are written.
+    into: &'a mut [f32],
+    /// See [`InterleaveRows`].
+    odd: bool,
+}
+
+impl PairKernel for InterleaveErrors<'_> {
+    #[inline(always)]
+    fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
+        let (from, into) = (V::strip::<VECTORS>(self.from), V::strip_mut::<VECTORS>(self.into));
+        let skip = usize::from(self.odd);
+        let zero = V::splat(0.0);
+        let pairs = (from.len() + skip).div_ceil(2);
+        for (pair, into) in into.iter_mut().enumerate().take(pairs) {
+            let rows = [(2 * pair).checked_sub(skip), (2 * pair + 1).checked_sub(skip)];
+            let rows = rows.map(|row| row.and_then(|row| from.get(row)));
+            unrolled!(v < VECTORS, {
+                let [first, second] =
+                    rows.map(|row| row.map_or(zero, |row| rounding_error(V::load(&row[v]))));
+                V::interleaved(first, second).store(&mut into[v]);
             });
         }
     }
@@ -118,18 +144,24 @@ pub(crate) fn narrow_rows<A: Real>(
     errors: bool,
 ) {
     let (rows, into) = (as_pairs(rows), as_pairs_mut(into));
-    token.run_pair_kernel(vectors, NarrowRows { rows, into, stride, first_pair, errors });
+    if errors {
+        let kernel = NarrowRows::<true> { rows, into, stride, first_pair };
+        token.run_pair_kernel(vectors, kernel);
+    } else {
+        let kernel = NarrowRows::<false> { rows, into, stride, first_pair };
+        token.run_pair_kernel(vectors, kernel);
+    }
 }
 
-struct NarrowRows<'a> {
+/// With `ERRORS`, of the rounding errors.
+struct NarrowRows<'a, const ERRORS: bool> {
     rows: &'a [f32],
     into: &'a mut [f32],
     stride: usize,
     first_pair: usize,
-    errors: bool,
 }
 
-impl PairKernel for NarrowRows<'_> {
+impl<const ERRORS: bool> PairKernel for NarrowRows<'_, ERRORS> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
         for (row, into) in
@@ -138,7 +170,7 @@ impl PairKernel for NarrowRows<'_> {
             for (two, into) in row.chunks(2).zip(V::strip_mut::<1>(&mut into[self.first_pair..])) {
                 let mut first = V::load(&two[0]);
                 let mut second = two.get(1).map_or(V::splat(0.0), |second| V::load(second));
-                if self.errors {
+                if ERRORS {
                     [first, second] = [first, second].map(rounding_error);
                 }
                 V::in_order(first, second).store(&mut into[0]);
@@ -281,28 +313,26 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
         }
         if !self.along_rows.is_empty() {
             let along_rows: &mut [u32] = bytemuck::cast_slice_mut(self.along_rows);
-            // whole tiles of pairs: stale ones might be NaN, and 0·NaN is NaN
+            let stride = self.along_rows_stride;
             let pairs = count.div_ceil(2);
-            for first in (0..pairs).step_by(TILE_SIZE) {
-                let rows: [[&[u16]; 2]; TILE_SIZE] = std::array::from_fn(|pair| {
-                    [0, 1].map(|half| {
-                        let row = 2 * (first + pair) + half;
-                        rows_of_pairs.get(row * line..(row + 1) * line).unwrap_or_default()
-                    })
-                });
-                let words = PairWords { rows };
-                if self.transposed {
-                    for (dim, into) in
-                        along_rows.chunks_exact_mut(self.along_rows_stride).enumerate()
-                    {
-                        into[first..first + TILE_SIZE].copy_from_slice(&words.of_dim(dim));
-                    }
-                } else {
-                    let lines = along_rows.chunks_exact_mut(self.along_rows_stride).skip(first);
-                    for (pair, into) in lines.take(TILE_SIZE).enumerate() {
-                        words.write_pair(pair, into);
+            if self.transposed {
+                transpose_pairs(rows_of_pairs, line, along_rows, stride);
+            } else {
+                let lines = along_rows.chunks_exact_mut(stride);
+                for (two, into) in rows_of_pairs.chunks(2 * line).zip(lines) {
+                    let (low, high) = two.split_at(line);
+                    let dims = line.min(into.len());
+                    if high.is_empty() {
+                        into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+                    } else {
+                        for i in 0..dims {
+                            into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+                        }
                     }
                 }
+                // tiles read whole chunks of pairs; stale ones might be NaN, and 0·NaN is NaN
+                let padded = pairs.next_multiple_of(TILE_SIZE) * stride;
+                along_rows[pairs * stride..padded].fill(0);
             }
         }
         // not finite: all exponent bits of the bf16 are set
@@ -311,31 +341,22 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
     }
 }
 
-/// Elements of the rows of [`TILE_SIZE`] pairs of rows; missing rows are empty.
-struct PairWords<'a> {
-    rows: [[&'a [u16]; 2]; TILE_SIZE],
-}
-
-impl PairWords<'_> {
-    /// Returns the pairs of one dim; 0 for missing rows and dims.
-    #[inline(always)]
-    fn of_dim(&self, dim: usize) -> [u32; TILE_SIZE] {
-        let of = |row: &[u16]| row.get(dim).map_or(0, |&bits| u32::from(bits));
-        self.rows.map(|[low, high]| of(low) | of(high) << 16)
-    }
-
-    /// Writes the dims of one pair; 0 for missing rows.
-    #[inline(always)]
-    fn write_pair(&self, pair: usize, into: &mut [u32]) {
-        let [low, high] = self.rows[pair];
-        let dims = low.len().min(into.len());
-        if high.is_empty() {
-            into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
-            into[dims..].fill(0);
-        } else {
-            for i in 0..dims {
-                into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
-            }
+/// Writes pairs of rows, `line` elements each, as `[dims][stride]`: whole chunks of pairs, padded
+/// with 0.
+#[inline(always)]
+fn transpose_pairs(rows: &[u16], line: usize, into: &mut [u32], stride: usize) {
+    let pairs = rows.len().div_ceil(2 * line);
+    for first in (0..pairs).step_by(TILE_SIZE) {
+        let of_pair: [[&[u16]; 2]; TILE_SIZE] = std::array::from_fn(|pair| {
+            [0, 1].map(|half| {
+                let row = 2 * (first + pair) + half;
+                rows.get(row * line..(row + 1) * line).unwrap_or_default()
+            })
+        });
+        for (dim, into) in into.chunks_exact_mut(stride).enumerate() {
+            let element = |row: &[u16]| row.get(dim).map_or(0, |&bits| u32::from(bits));
+            let words = of_pair.map(|[low, high]| element(low) | element(high) << 16);
+            into[first..first + TILE_SIZE].copy_from_slice(&words);
         }
     }
 }
@@ -415,15 +436,14 @@ mod tests {
     #[test]
     fn instructions_equal_the_reference_implementation() {
         for rows in [0..8, 0..5, 1..2, 3..8, 1..9] {
-            let made =
-                both(4, |token, tile| match token {
-                    Some(token) => interleave_rows(token, 4, &rows, tile, None),
-                    None => {
-                        let tile = &mut tile[rows.start * 64..rows.end * 64];
-                        InterleaveRows { tile, errors: None, odd: rows.start % 2 == 1 }
-                            .run::<Array<f32, false, 16>, 4>();
-                    }
-                });
+            let made = both(4, |token, tile| match token {
+                Some(token) => interleave_rows(token, 4, &rows, tile, None),
+                None => {
+                    let tile = &mut tile[rows.start * 64..rows.end * 64];
+                    InterleaveRows { tile, odd: rows.start % 2 == 1 }
+                        .run::<Array<f32, false, 16>, 4>();
+                }
+            });
             let Some([leaf, types]) = made else {
                 return eprintln!("NOT RUN: this processor lacks AVX-512 BF16");
             };
@@ -441,22 +461,14 @@ mod tests {
                 into.fill(0.0);
                 match (token, vectors) {
                     (Some(token), _) => narrow_rows(token, vectors, rows, into, (40, 8), false),
-                    (None, 1) => {
-                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
-                            .run::<Array<f32, false, 16>, 1>()
-                    }
-                    (None, 2) => {
-                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
-                            .run::<Array<f32, false, 16>, 2>()
-                    }
-                    (None, 3) => {
-                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
-                            .run::<Array<f32, false, 16>, 3>()
-                    }
-                    (None, _) => {
-                        NarrowRows { rows, into, stride: 40, first_pair: 8, errors: false }
-                            .run::<Array<f32, false, 16>, 4>()
-                    }
+                    (None, 1) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
+                        .run::<Array<f32, false, 16>, 1>(),
+                    (None, 2) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
+                        .run::<Array<f32, false, 16>, 2>(),
+                    (None, 3) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
+                        .run::<Array<f32, false, 16>, 3>(),
+                    (None, _) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
+                        .run::<Array<f32, false, 16>, 4>(),
                 }
             });
             let Some([leaf, types]) = made else { return };
