@@ -73,6 +73,7 @@ mod tile {
     pub(crate) mod gemm;
     pub(crate) mod geometry;
     pub(crate) mod input;
+    pub(crate) mod operands;
     pub(crate) mod pack;
     pub(crate) mod prefetch;
     pub(crate) mod scores;
@@ -92,6 +93,7 @@ mod simd {
     pub(crate) mod element;
     pub(crate) mod exp;
     pub(crate) mod isa;
+    pub(crate) mod tile_unit;
     pub(crate) mod vector;
 
     #[cfg(target_arch = "x86_64")]
@@ -105,6 +107,6 @@ mod simd {
 pub use backend::Cpu;
 pub use backend::id as numerics_id;
 pub use pass::{CpuBackward, CpuForward};
-pub use simd::amx::amx_refusal;
 pub use simd::isa::Isa;
+pub use simd::tile_unit::amx_refusal;
 pub use workspace::state::CpuWorkspace;

@@ -32,9 +32,10 @@ use crate::{
         team::{Team, Ticker},
     },
     tile::{
-        gemm::{Previous, gemm_tn},
+        gemm::gemm_tn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource},
+        operands::Previous,
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView, PanelsInPlace},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
         scores::Scores,

@@ -22,9 +22,10 @@ use crate::{
     simd::element::Float,
     threads::team::{Team, Ticker},
     tile::{
-        gemm::{Previous, gemm_tn},
+        gemm::gemm_tn,
         geometry::TileCoord,
         input::{Acc, TileInput, TileSource, array},
+        operands::Previous,
         prefetch::PrefetchRows,
         tile_mask::TILE,
     },

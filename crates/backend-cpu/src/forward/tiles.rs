@@ -43,9 +43,10 @@ use crate::{
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
-        gemm::{Previous, gemm_nn, gemm_tn},
+        gemm::{gemm_nn, gemm_tn},
         geometry::{Strip, TileCoord},
         input::{Acc, TileInput},
+        operands::Previous,
         pack::PanelsInPlace,
         prefetch::{PrefetchRows, Prefetcher},
         softmax::{MultiplyTile, OnlineSoftmax},

@@ -17,9 +17,9 @@
 use annulus_core::Result;
 
 use crate::simd::{
-    amx::TileUnit,
     element::Float,
     isa::Isa,
+    tile_unit::TileUnit,
     vector::{Array, Bf16Pairs, Vector},
 };
 

@@ -4,7 +4,7 @@
 
 use annulus_core::{Error, Precision, Result};
 
-use crate::simd::amx;
+use crate::simd::tile_unit;
 
 /// Instruction set that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -92,7 +92,7 @@ impl Isa {
             Self::Avx512Bf16 => {
                 Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16")
             }
-            Self::Amx => Self::Avx512Bf16.is_available() && amx::amx_refusal().is_none(),
+            Self::Amx => Self::Avx512Bf16.is_available() && tile_unit::amx_refusal().is_none(),
             Self::AmxEmulated => true,
         };
         #[cfg(target_arch = "aarch64")]

@@ -35,9 +35,10 @@ use crate::{
     tile::{
         aligned::Aligned,
         bias::bias_column,
-        gemm::{Previous, gemm_nn, gemm_rows, gemm_tn},
+        gemm::{gemm_nn, gemm_rows, gemm_tn},
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
+        operands::Previous,
         tile_mask::{TILE, TileMask},
     },
     workspace::{records::bytes_mut, state::PassState},

@@ -20,9 +20,10 @@ use crate::{
     },
     threads::team::{Team, Ticker},
     tile::{
-        gemm::{Previous, gemm_tn},
+        gemm::gemm_tn,
         geometry::Strip,
         input::{Acc, TileInput},
+        operands::Previous,
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
     },

@@ -20,8 +20,8 @@ use std::ops::Range;
 
 use crate::{
     simd::{
-        amx::TILE_SIZE,
         dispatch::{ArrayKernel, IsaToken, PairKernel, Real},
+        tile_unit::TILE_SIZE,
         vector::{Bf16Pairs, unrolled},
     },
     tile::input::{Plane, TileInput, TileSource},

@@ -27,8 +27,9 @@ use annulus_core::{Result, Spec};
 
 use crate::{
     simd::{
-        amx::{TILE_SIZE, TileProduct, TileUnit},
+        amx::TileProduct,
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
+        tile_unit::{TILE_SIZE, TileUnit},
         vector::{Vector, each_row_mut, unrolled},
     },
     tile::{

@@ -8,13 +8,13 @@ use annulus_core::{DType, Dims, Precision, Spec};
 
 use crate::{
     simd::{
-        amx::TILE_SIZE,
         dispatch::{IsaToken, Real},
+        tile_unit::TILE_SIZE,
     },
     tile::{
         bf16_pairs::{PackPairLanes, interleave_rows},
-        gemm::Weights,
         input::{Acc, Plane, TileInput},
+        operands::Weights,
         pack::{PackLanes, PanelFormat, padded},
         tile_mask::{LaneAxis, TILE},
     },

@@ -17,10 +17,10 @@ use annulus_core::Result;
 
 use crate::{
     simd::{
-        amx::TILE_SIZE,
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         element::Float,
         isa::prefetch_l1,
+        tile_unit::TILE_SIZE,
         vector::{MAX_LANES, Vector, unrolled},
     },
     tile::{

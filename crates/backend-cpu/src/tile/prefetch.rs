@@ -21,8 +21,8 @@ use ndarray::ArrayView2;
 use crate::{
     simd::{isa::prefetch_l1_at, vector::MAX_LANES},
     tile::{
-        gemm::GemmEpilogue,
         input::{Plane, TileSource},
+        operands::GemmEpilogue,
         tile_mask::TILE,
     },
 };

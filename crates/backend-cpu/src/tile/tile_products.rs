@@ -11,12 +11,13 @@
 
 use crate::{
     simd::{
-        amx::{TILE_SIZE, TileProduct, TileUnit},
+        amx::TileProduct,
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real},
+        tile_unit::{TILE_SIZE, TileUnit},
     },
     tile::{
         bf16_pairs::{LOW, as_pairs, as_pairs_mut},
-        gemm::{GemmEpilogue, Previous, TileProducts, Weights},
+        operands::{GemmEpilogue, Previous, TileProducts, Weights},
         pack::PanelView,
         tile_mask::{TILE, TileMask},
     },
