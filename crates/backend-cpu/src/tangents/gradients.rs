@@ -171,8 +171,8 @@ impl<A: Real> RowPanel<A> {
     }
 }
 
-/// Computes the contribution of this rank's queries to the tangents of dk and dv of a block in
-/// `dkv`, and adds that of the block to those of dq and dbias.
+/// Attends to one block: writes the contribution of this rank's queries to the block's tangents of
+/// dk and dv into `dkv`, and adds the block's contribution to the tangents of dq and dbias.
 pub(crate) fn attend_kv<E: TileInput>(
     team: &Team,
     state: &mut PassState<Acc<E>>,

@@ -60,9 +60,10 @@ impl<B: Backend> Ring<B> {
         })
     }
 
-    /// Computes the gradients of the gradients: given cotangents of (dq, dk, dv, dbias, dsinks) in
-    /// the place of the tangents, those of (q, k, v, bias, sinks) in `gradients`, and those of dout
-    /// and dlse in the place of the tangents of out and lse.
+    /// Computes the gradients of the gradients. The cotangents of (dq, dk, dv, dbias, dsinks) take
+    /// the place of the tangents of (q, k, v, bias, sinks). `gradients` receives the gradients of
+    /// (q, k, v, bias, sinks). The gradients of dout and dlse take the place of the tangents of out
+    /// and lse.
     ///
     /// The gradients of sinks, and of a bias that is broadcast over queries, are summed over ranks
     /// as in [`Ring::backward`]; so their cotangents are equal on all ranks, as those tensors are.
