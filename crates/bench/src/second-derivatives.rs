@@ -73,17 +73,27 @@ fn run<T: Element>(parameters: &Parameters) -> Result<()> {
             *best = best.min(cpu_seconds() - begin);
         }
     }
-    let [forward_s, backward_s, jvp_s, double_s] = best;
+    // null for passes that were not asked for
+    let json = |number: f64, digits: usize| match number.is_finite() {
+        true => format!("{number:.digits$}"),
+        false => "null".to_owned(),
+    };
+    let [forward_s, backward_s, jvp_s, double_s] = best.map(|seconds| json(seconds, 4));
+    let [forward, backward, jvp, double] = best;
+    let ratio = |time: f64, first_order: f64| match first_order.is_finite() {
+        true => time / first_order,
+        false => f64::INFINITY,
+    };
     let kept = ring.plan().workspace_bytes() + ring.plan().buffer_bytes();
     println!(
         "{{\"len\":{len},\"heads\":{heads},\"kv_heads\":{kv_heads},\"dim\":{dim},\"dtype\":\"{dtype}\",\
-         \"causal\":{causal},\"ranks\":{ranks},\"passes\":\"{}\",\"forward_s\":{forward_s:.4},\
-         \"backward_s\":{backward_s:.4},\"jvp_s\":{jvp_s:.4},\"double_backward_s\":{double_s:.4},\
-         \"jvp_ratio\":{:.3},\"double_backward_ratio\":{:.3},\"kept_bytes\":{kept},\
+         \"causal\":{causal},\"ranks\":{ranks},\"passes\":\"{}\",\"forward_s\":{forward_s},\
+         \"backward_s\":{backward_s},\"jvp_s\":{jvp_s},\"double_backward_s\":{double_s},\
+         \"jvp_ratio\":{},\"double_backward_ratio\":{},\"kept_bytes\":{kept},\
          \"peak_kib\":{}}}",
         passes.join("+"),
-        jvp_s / forward_s,
-        double_s / backward_s,
+        json(ratio(jvp, forward), 3),
+        json(ratio(double, backward), 3),
         peak_kib()
     );
     Ok(())

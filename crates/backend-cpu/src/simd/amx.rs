@@ -11,9 +11,9 @@
 //! Every step is rounded once to nearest in f32. Subnormal numbers are read as 0, results below the
 //! smallest normal number are written as 0. There is no shortcut for a factor of 0: 0·NaN is NaN.
 //!
-//! The tile registers are configured and released in each call. A configuration that lives longer
-//! would be lost in a signal handler that jumps, or to another user of the tiles on this thread.
-//! It takes 55 ns, 4 % of a tile of 64 queries × 64 keys.
+//! The tile registers are configured and released in each call: 55 ns on a Xeon. A configuration
+//! that lives longer would be lost in a signal handler that jumps, or to another user of the tiles
+//! on this thread.
 //!
 //! # Source
 //! Intel's instruction set reference, `TDPBF16PS`. The order of the two chains and the treatment of

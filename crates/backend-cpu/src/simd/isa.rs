@@ -115,9 +115,9 @@ impl Isa {
     /// Returns the instruction set that multiplies pairs of bf16, if that is faster than products
     /// of f32.
     ///
-    /// AMX has 16 times the rate. `VDPBF16PS` has twice the rate on AMD's processors and half the
-    /// rate on Intel's. The decision reads the vendor name instead of a clock, so that it is the
-    /// same in every run.
+    /// AMX has 15 times the rate (one core of a Xeon: 3,700 against 239 GFLOP/s). `VDPBF16PS` has
+    /// twice the rate on AMD's processors and half the rate on Intel's. The decision reads the
+    /// vendor name instead of a clock, so that it is the same in every run.
     pub(crate) fn fast_pairs() -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
         let amd = {

@@ -1,7 +1,7 @@
 //! The unit that multiplies tiles of bf16 pairs, and whether this process can use AMX's.
 //!
 //! # Source
-//! Intel's manual, volume 1, section 18.3 (detection); Linux, `Documentation/arch/x86/xstate.rst`
+//! Intel's manual, volume 1, the chapter on AMX (detection); Linux, `Documentation/arch/x86/xstate.rst`
 //! (permission).
 
 /// Rows of a tile of C and A, lanes of a tile of C and B, and pairs of one product.
