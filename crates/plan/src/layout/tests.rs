@@ -310,22 +310,6 @@ proptest! {
 }
 
 #[test]
-fn fewer_rows_than_ranks_leave_ranks_empty() {
-    for layout in &LAYOUTS {
-        for (len, ranks) in [(0, 1), (0, 5), (1, 2), (3, 8), (7, 64)] {
-            as_custom(layout, len, ranks).validate(len, len, ranks).unwrap();
-            let empty = (0..ranks)
-                .filter(|&rank| layout.shard(Side::Kv, len, rank, ranks).is_empty())
-                .count();
-            assert!(empty >= ranks - len, "{layout:?}");
-            assert!(layout.shard(Side::Q, len, ranks, ranks).is_empty());
-        }
-        assert!(layout.shard(Side::Q, 5, 0, 0).is_empty());
-    }
-    assert!(custom(Vec::new(), Vec::new()).shard(Side::Q, 5, 0, 3).is_empty());
-}
-
-#[test]
 fn shards_have_the_documented_rows() {
     let rows = |layout: &Layout, rank| layout.shard(Side::Q, 8, rank, 2).iter().collect::<Vec<_>>();
     assert_eq!(

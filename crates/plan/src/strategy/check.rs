@@ -355,6 +355,19 @@ mod tests {
             }
         }
         assert!(checked > 300, "{checked}");
+        // fewer rows than ranks, and layouts that are cut at leaves
+        for len in [0, 1, 5, 53, 600] {
+            let spec = spec(len, false);
+            let leaves = [Layout::Striped, Layout::Zigzag].map(|layout| layout.at_leaves(16));
+            let whole = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, uneven(len as i64)];
+            for layout in whole.into_iter().chain(leaves) {
+                let options = TrafficOptions { layout: Some(&layout), ..options(None) };
+                for grid in HeadGrid::candidates(&spec, 12, true) {
+                    let of = StrategyTraffic::of(&spec, grid, &options, &mut || ()).unwrap();
+                    of.check(&spec, &options, &mut || ()).unwrap();
+                }
+            }
+        }
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::{Choice, CustomLayout, Layout, Route};
+use crate::{Choice, Layout, Route};
 use annulus_core::{
-    Batch, DType, Dims, Placement, Runs, Side, Spec,
+    Batch, DType, Dims, Placement, Side, Spec,
     mask::{self, SharedMask},
 };
 
@@ -159,91 +159,6 @@ fn key_columns_refuse_what_they_do_not_merge() {
     assert!(!has_columns(&reproducible));
 }
 
-/// The rings of all columns have each pair of a query and a key once, and each rank's rows.
-#[test]
-fn columns_divide_the_keys() {
-    let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
-    for (layout, len) in layouts.iter().flat_map(|layout| [5, 53, 96].map(|len| (layout, len))) {
-        for (heads, columns) in [(1, 2), (1, 6), (2, 3), (3, 2), (1, 3)] {
-            let dims = dims(6, 6, len);
-            let spec = Spec::new(dims, DType::F32);
-            let grid = HeadGrid::with_columns(&dims, 12, heads, columns).unwrap();
-            let groups = GroupLayout::choose(&spec, &grid, Some(layout), None, &mut || ());
-            assert_eq!(groups.of_columns.len(), columns);
-            let mut keys: Vec<i64> = Vec::new();
-            for of_column in &groups.of_columns {
-                of_column.validate_partial(len, len, grid.groups()).unwrap();
-                assert!(columns == 1 || len < 12 || of_column.validate(len, len, 1).is_err());
-                for group in 0..grid.groups() {
-                    keys.extend(of_column.shard(Side::Kv, len, group, grid.groups()).iter());
-                }
-            }
-            keys.sort_unstable();
-            assert_eq!(keys, (0..len as i64).collect::<Vec<_>>(), "{layout:?} {heads} {columns}");
-            for side in [Side::Q, Side::Kv] {
-                check_segments(&groups, &grid, len, layout, side);
-            }
-        }
-    }
-}
-
-#[test]
-fn segments_are_the_rows_of_the_ranks() {
-    let custom = |len: i64| -> Vec<Runs> {
-        // chunks of uneven lengths, dealt out of order
-        let chunk = |i: i64| (len * i / 9..len * (i + 1) / 9).collect::<Vec<_>>();
-        let deal = [vec![8, 0], vec![3, 1], vec![5], vec![2, 7], vec![4], vec![6]];
-        deal.iter().map(|chunks| chunks.iter().flat_map(|&i| chunk(i)).collect()).collect()
-    };
-    let custom = |len| Layout::Custom(Arc::new(CustomLayout { q: custom(len), kv: custom(len) }));
-    for len in [0, 1, 5, 53, 600] {
-        let leaves = [Layout::Striped, Layout::Zigzag].map(|layout| layout.at_leaves(16));
-        let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom(len as i64)];
-        for layout in layouts.into_iter().chain(leaves) {
-            for members in [2, 3, 6] {
-                let dims = dims(6, 6, len);
-                let spec = Spec::new(dims, DType::F32);
-                let grid = HeadGrid::new(&dims, 6, members).unwrap();
-                let groups = GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
-                groups.of_columns[0].validate(len, len, grid.groups()).unwrap();
-                groups.of_columns[0].validate_leaves(len, len, 1).unwrap();
-                check_segments(&groups, &grid, len, &layout, Side::Kv);
-            }
-        }
-    }
-}
-
-fn check_segments(groups: &GroupLayout, grid: &HeadGrid, len: usize, layout: &Layout, side: Side) {
-    let rows = |runs: Runs| runs.iter().collect::<Vec<i64>>();
-    let ranks = grid.groups() * grid.members();
-    for ring_index in 0..ranks {
-        let of_member = groups.of_member(grid, grid.member(ring_index));
-        let of_group = rows(of_member.shard(side, len, grid.group(ring_index), grid.groups()));
-        let segments = groups.segments(grid, side, len, ring_index);
-        let of_rank: Vec<i64> = segments
-            .iter()
-            .flat_map(|segment| &of_group[segment.first..segment.first + segment.count])
-            .copied()
-            .collect();
-        assert_eq!(
-            of_rank,
-            rows(groups.of_ranks.shard(side, len, ring_index, ranks)),
-            "{layout:?}"
-        );
-    }
-}
-
-#[test]
-fn leaves_of_a_group_are_whole() {
-    let dims = dims(6, 6, 16 * 13 + 5);
-    let spec = Spec { leaf_rows: Some(16), ..Spec::new(dims, DType::F32) };
-    for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
-        let grid = HeadGrid::new(&dims, 6, 3).unwrap();
-        let groups = GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
-        groups.of_columns[0].validate_leaves(dims.q_len, dims.kv_len, 16).unwrap();
-    }
-}
-
 /// Bytes of tensors and statistics, against those of the formula: heads × query parts × key columns
 /// h × a × b. Partial outputs are in f32.
 #[test]
@@ -274,36 +189,6 @@ fn bytes_are_those_of_the_published_formula() {
             }
         }
     }
-}
-
-#[test]
-fn the_fewest_bytes_are_chosen() {
-    let cheapest = |q_heads, kv_heads, ranks| {
-        let spec = Spec::new(dims(q_heads, kv_heads, 64 * ranks), DType::Bf16);
-        let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()).unwrap();
-        let ring = all[0].total() as f64;
-        let best = &all[StrategyTraffic::choose(&all, &spec, &FORWARD, &mut || ()).unwrap()];
-        (best.strategy, 1.0 - best.total() as f64 / ring)
-    };
-    let (strategy, saved) = cheapest(32, 32, 8);
-    assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
-    // 75 %, less the bytes of the statistics
-    assert!((0.74..0.75).contains(&saved), "{saved}");
-    assert_eq!(cheapest(64, 8, 8).0, Strategy::Ring);
-    let (strategy, saved) = cheapest(64, 8, 64);
-    assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
-    assert!((0.755..0.765).contains(&saved), "{saved}");
-    // 95 %, the same elements as 32 × 1 × 2, whose partial outputs are in f32
-    let (strategy, saved) = cheapest(32, 32, 64);
-    assert_eq!(strategy, Strategy::HeadsRing { heads: 32 });
-    assert!((0.95..0.954).contains(&saved), "{saved}");
-    // partial outputs in f32 favour more query parts than 32 × 2 × 4
-    let (strategy, saved) = cheapest(32, 32, 256);
-    assert_eq!(strategy, Strategy::Grid { heads: 32, queries: 4, keys: 2 });
-    assert!((0.972..0.974).contains(&saved), "{saved}");
-    let (strategy, saved) = cheapest(8, 1, 64);
-    assert_eq!(strategy, Strategy::Grid { heads: 1, queries: 32, keys: 2 });
-    assert!((0.31..0.32).contains(&saved), "{saved}");
 }
 
 /// A grid that sends fewer bytes may have key columns of unequal work.
@@ -367,7 +252,7 @@ fn least_bytes(q_heads: usize, kv_heads: usize, len: usize, ranks: usize, dtype:
 #[test]
 fn the_choice_is_within_a_tenth_of_the_best_grid() {
     for (q_heads, kv_heads) in [(32, 32), (64, 8), (8, 1)] {
-        for ranks in [8, 64, 256, 1024] {
+        for ranks in [8, 64, 512] {
             for dtype in [DType::F32, DType::Bf16] {
                 let len = 64 * ranks;
                 let spec = Spec::new(dims(q_heads, kv_heads, len), dtype);
@@ -393,30 +278,6 @@ fn the_choice_is_within_a_tenth_of_the_best_grid() {
         (elements(64, 8, 1024), 0.9824),
     ] {
         assert!((got - want).abs() < 1e-3, "{got}, {want}");
-    }
-}
-
-#[test]
-fn members_send_the_fields_of_the_exchange() {
-    // shards of 5 and 6 rows
-    let options = TrafficOptions { layout: Some(&Layout::Contiguous), backward: true, ..FORWARD };
-    for (heads, kv_heads) in [(12, 12), (12, 2)] {
-        let spec = Spec::new(dims(heads, kv_heads, 64), DType::Bf16);
-        for (parts, columns) in [(1, 12), (12, 1), (4, 3), (2, 6)] {
-            let grid = HeadGrid::with_columns(&spec.dims, 12, parts, columns).unwrap();
-            let traffic = StrategyTraffic::of(&spec, grid, &options, &mut || ()).unwrap();
-            let rows = |rank| {
-                [Side::Q, Side::Kv].map(|side| Layout::Contiguous.shard(side, 64, rank, 12).len())
-            };
-            let rows: Vec<[u64; 2]> = (0..12).map(rows).collect();
-            let want = |fields: &ExchangeFields| {
-                (0..12).map(|member| fields.bytes_sent(&grid, member, &rows)).collect::<Vec<_>>()
-            };
-            let forward = ExchangeFields::of_forward(&spec, &grid);
-            let backward = ExchangeFields::of_backward(&spec, &grid);
-            assert_eq!(traffic.forward, want(&forward), "{parts} × {columns}");
-            assert_eq!(traffic.backward, want(&backward), "{parts} × {columns}");
-        }
     }
 }
 

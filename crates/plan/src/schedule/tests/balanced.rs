@@ -150,22 +150,6 @@ fn segment_ids_give_the_layout_of_packed_lengths() {
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 2,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
-
-    #[test]
-    fn documents_of_any_draw_are_balanced_within_two_percent(
-        len in prop::sample::select(&LENS[..]),
-        seed in any::<u64>(),
-    ) {
-        check_balance(len, seed);
-    }
-}
-
 #[test]
 fn documents_of_any_distribution_are_balanced_within_two_percent() {
     // few rows per rank, which are the hardest
@@ -253,7 +237,6 @@ fn few_tiles_are_cut() {
     // tiles over those of contiguous shards: with many rows a rank about as many; with 4 and 8
     // tiles a rank, of which one may have more pairs than a rank, more
     for (len, ranks, of_causal, of_full) in [
-        (1 << 17, 16, 1.03, 1.06),
         (1 << 16, 16, 1.06, 1.1),
         (40_013, 16, 1.1, 1.15),
         (1 << 15, 64, 2.2, 2.2),
