@@ -306,45 +306,6 @@ mod tests {
     use crate::simd::{dispatch::IsaToken, isa::Isa};
 
     #[test]
-    fn tasks_cover_all_keys_once_and_evenly() {
-        let token = IsaToken::new(Isa::Portable).unwrap();
-        for (planes, threads, len) in [
-            (1, 2, 2048),
-            (1, 7, 2048),
-            (3, 2, 1000),
-            (3, 4, 777),
-            (5, 1, 130),
-            (8, 3, 64),
-            (2, 3, 1),
-            (1, 2, 0),
-        ] {
-            let spec = Spec::new(Dims::new(1, len, planes, 64), DType::F32);
-            let geometry = Geometry::new::<f32>(&spec, token);
-            let split = KvSplit::new(&spec, &geometry, threads, len);
-            let mut ends = vec![0; planes];
-            let mut tiles = vec![0; threads];
-            for (number, (task, plane, keys)) in split.tasks().enumerate() {
-                assert_eq!((number, ends[plane]), (task, keys.start), "{planes} planes");
-                assert!(
-                    plane < split.whole || keys.len() <= geometry.key_block() && !keys.is_empty()
-                );
-                ends[plane] = keys.end;
-                // the least loaded thread takes the next task
-                if let Some(least) = tiles.iter_mut().min() {
-                    *least += keys.len().div_ceil(TILE);
-                }
-            }
-            assert!(ends.iter().all(|&end| end == len), "{ends:?}");
-            let all = tiles.iter().sum::<usize>();
-            let most = tiles.iter().max().copied().unwrap();
-            assert!(
-                most <= all.div_ceil(threads) + 1,
-                "{planes} planes, {threads} threads: {tiles:?}"
-            );
-        }
-    }
-
-    #[test]
     fn a_bias_shared_by_heads_and_keys_is_split_alike_for_any_thread_count() {
         let token = IsaToken::new(Isa::Portable).unwrap();
         let spec =

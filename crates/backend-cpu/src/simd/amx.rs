@@ -395,59 +395,6 @@ mod tests {
     }
 
     #[test]
-    fn strides_blocks_of_rows_and_chunks_are_those_of_a_matrix_product() {
-        let mut bits = Bits(7);
-        for (rows, chunks, tiles) in [(1, 1, 1), (16, 2, 4), (24, 1, 3), (40, 3, 2)] {
-            let [a_stride, b_stride, c_stride] = [chunks * 16 + 3, tiles * 16 + 16, tiles * 16 + 5];
-            let mut list = |len: usize| -> Vec<f32> {
-                (0..len)
-                    .map(|_| {
-                        let [low, high] = [0, 0].map(|class| u32::from(bits.bf16(class)));
-                        f32::from_bits(low | high << 16)
-                    })
-                    .collect()
-            };
-            let (a, b) = (list(rows * a_stride), list(chunks * 16 * b_stride));
-            for add in [false, true] {
-                let mut c = vec![1.0f32; rows * c_stride];
-                let product = TileProduct {
-                    a: &a,
-                    a_stride,
-                    b: &b,
-                    b_stride,
-                    c: &mut c,
-                    c_stride,
-                    rows,
-                    chunks,
-                    tiles,
-                    add,
-                };
-                emulated(product);
-                for (at, &got) in c.iter().enumerate() {
-                    let (row, lane) = (at / c_stride, at % c_stride);
-                    if lane >= tiles * 16 {
-                        assert_eq!(got, 1.0);
-                        continue;
-                    }
-                    let (mut want, mut size) = (f64::from(u8::from(add)), 1.0);
-                    for k in 0..chunks * 16 {
-                        for half in [0, 1] {
-                            let a = f64::from(element(a[row * a_stride + k], half));
-                            let term = a * f64::from(element(b[k * b_stride + lane], half));
-                            want += term;
-                            size += term.abs();
-                        }
-                    }
-                    assert!(
-                        (f64::from(got) - want).abs() <= 1e-6 * size,
-                        "{row} {lane}: {got} {want}"
-                    );
-                }
-            }
-        }
-    }
-
-    #[test]
     fn the_instructions_have_the_bits_of_the_emulation() {
         let Ok(token) = IsaToken::new(Isa::Amx) else {
             return eprintln!("NOT RUN: this processor lacks AMX");

@@ -556,15 +556,12 @@ impl<A: Real, B> SimdKernel<A> for MaskedGemmTn<'_, A, B> {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::{DType, Dims, Precision, Spec};
-    use half::bf16;
     use ndarray::Array4;
 
     use super::*;
     use crate::{
         simd::{element::Float, isa::Isa},
         tile::{
-            geometry::Geometry,
             input::TileSource,
             pack::{Panel, PanelFormat},
         },
@@ -698,99 +695,6 @@ mod tests {
                 };
                 assert_eq!(got.to_bits(), wanted.to_bits(), "{isa} {name} {previous:?} {i}");
             }
-        }
-    }
-
-    /// Factors are exact to 2⁻¹⁷ if they are sums of two bf16, else rounded to 2⁻⁹.
-    #[test]
-    fn tiles_compute_the_products_of_visible_rows() {
-        let token = IsaToken::new(Isa::AmxEmulated).unwrap();
-        let vectors = token.max_vectors();
-        let width = vectors * f32::WIDTH;
-        let tensor = |rows: usize, seed: usize| {
-            Array4::from_shape_fn((1, rows, 1, DIM), |(_, row, _, i)| {
-                bf16::from_f32(number(seed + row * DIM + i))
-            })
-        };
-        let (rows, queries) = (tensor(TILE, 0), tensor(width, 7000));
-        let poison = Array4::from_elem((1, TILE, 1, DIM), bf16::NAN);
-        for (precision, bound) in [(Precision::Highest, 1e-5), (Precision::Default, 4e-3)] {
-            let dims = Dims::new(1, TILE, 1, DIM);
-            let spec = Spec { precision, ..Spec::new(dims, DType::Bf16) };
-            let geometry = Geometry::new::<f32>(&spec, token);
-            let mut strip = vec![0.0; width * geometry.packed_rows(DIM)];
-            let plane = TileSource::tensor(queries.view()).plane(0, 0);
-            geometry.pack_strip(plane, 0..width, width, &mut strip);
-            let mut largest = 0.0f64;
-            for (name, words) in masks() {
-                let Some(tile_mask) = TileMask::of_words(words, width, f32::WIDTH) else {
-                    continue;
-                };
-                // rows after the last visible one are those of an earlier tile
-                let mut panel = Panel::new(DIM, geometry.panel_format(true)).unwrap();
-                panel.fill(token, &TileSource::tensor(poison.view()), 0, 0, 0..TILE);
-                let filled = tile_mask.rows().end;
-                panel.fill(token, &TileSource::tensor(rows.view()), 0, 0, 0..filled);
-                let mut tile = vec![f32::NAN; TILE * width];
-                let strip_width = (token, vectors);
-                let products = gemm_nn(
-                    strip_width,
-                    &tile_mask,
-                    panel.view(),
-                    &strip,
-                    &mut tile,
-                    None,
-                    &mut (),
-                );
-                assert!(!products.max_known && !products.masked);
-                for (row, lane) in (0..filled).flat_map(|row| (0..width).map(move |l| (row, l))) {
-                    if tile_mask.visible(row, lane) && tile_mask.rows().contains(&row) {
-                        let want: f64 = (0..DIM)
-                            .map(|i| {
-                                rows[[0, row, 0, i]].to_f64() * queries[[0, lane, 0, i]].to_f64()
-                            })
-                            .sum();
-                        let got = f64::from(tile[row * width + lane]);
-                        assert!((got - want).abs() < 1e-5, "{name} {row} {lane}: {got} {want}");
-                    }
-                }
-                let is_visible = |row: usize, lane: usize| {
-                    tile_mask.rows().contains(&row) && tile_mask.visible(row, lane)
-                };
-                let probs: Vec<f32> = (0..TILE * width)
-                    .map(
-                        |i| if is_visible(i / width, i % width) { number(90_000 + i) } else { 0.0 },
-                    )
-                    .collect();
-                let rescale: Vec<f32> = (0..width).map(|i| number(50 + i)).collect();
-                for previous in [Previous::Overwrite, Previous::Add, Previous::Rescale(&rescale)] {
-                    let [mut tile, mut extra] = [probs.clone(), vec![f32::NAN; TILE * width]];
-                    let weights =
-                        geometry.weights(vectors, tile_mask.rows(), &mut tile, &mut extra);
-                    let mut sums = vec![0.5f32; geometry.value_rows() * width];
-                    if matches!(previous, Previous::Overwrite) {
-                        sums.fill(f32::NAN);
-                    }
-                    let panel = panel.view();
-                    gemm_tn(strip_width, &tile_mask, panel, weights, &mut sums, previous, &mut ());
-                    for (dim, lane) in (0..DIM).flat_map(|dim| (0..width).map(move |l| (dim, l))) {
-                        let start = match previous {
-                            Previous::Overwrite => 0.0,
-                            Previous::Add => 0.5,
-                            Previous::Rescale(rescale) => 0.5 * f64::from(rescale[lane]),
-                        };
-                        let want = tile_mask.rows().clone().fold(start, |sum, row| {
-                            let prob = f64::from(probs[row * width + lane]);
-                            prob.mul_add(rows[[0, row, 0, dim]].to_f64(), sum)
-                        });
-                        let error = (f64::from(sums[dim * width + lane]) - want).abs();
-                        // 64 terms of at most 1
-                        assert!(error < 8.0 * bound, "{name} {previous:?} {dim} {lane}: {error}");
-                        largest = largest.max(error);
-                    }
-                }
-            }
-            assert!(largest > bound / 20.0, "{precision:?}: an error of {largest} tests nothing");
         }
     }
 }

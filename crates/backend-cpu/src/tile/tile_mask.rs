@@ -278,76 +278,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transposing_exchanges_rows_and_lanes() {
-        // arbitrary bits without symmetry
-        let mut words: [u64; TILE] =
-            std::array::from_fn(|row| (row as u64 + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let before = words;
-        transpose(&mut words);
-        for (row, before) in before.iter().enumerate() {
-            for (lane, word) in words.iter().enumerate() {
-                assert_eq!(word >> row & 1, before >> lane & 1);
-            }
-        }
-    }
-
-    #[test]
-    fn row_ranges_hold_the_visible_rows_of_each_vector() {
-        let causal = std::array::from_fn(|key| !0u64 << key);
-        let of = |words, rows, lanes: usize, width| {
-            let whole = TileMask { words, rows, full: false, row_ranges: None };
-            let mut strip = TileMask::default();
-            assert!(whole.strip(&(64..64 + lanes), width, &mut strip));
-            strip.row_ranges()
-        };
-        let row_ranges = of(causal, 0..TILE, 64, 16).unwrap();
-        assert_eq!(row_ranges, [0..16, 0..32, 0..48, 0..64]);
-        assert_eq!(of(causal, 0..TILE, 16, 8).unwrap()[..2], [0..8, 0..16]);
-        assert_eq!(of(causal, 0..TILE, 13, 8).unwrap()[..2], [0..8, 0..13]);
-        assert!(of(causal, 0..TILE, 16, 16).is_none());
-        let one_vector = std::array::from_fn(|key| causal[key] & 0xff << 16);
-        assert_eq!(of(one_vector, 3..24, 64, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
-        assert!(of([0x8000_8000_8000_8000; TILE], 5..9, 64, 16).is_none());
-    }
-
-    #[test]
-    fn lanes_are_visible_in_some_or_all_rows() {
-        let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
-        let tile_mask = TileMask { words, rows: 0..2, full: false, row_ranges: None };
-        assert_eq!(tile_mask.visible_lanes(2, 4), (0b1110, 0b0100));
-        // a row without a visible pair
-        assert_eq!(TileMask { words: [0; TILE], ..tile_mask }.visible_lanes(2, 64), (0, 0));
-        assert_eq!(TileMask::default().visible_lanes(3, 5), (0b11111, 0b11111));
-    }
-
-    #[test]
-    fn a_strip_has_the_bits_of_its_lanes() {
-        // rows 2..60: lanes 8.. see all rows, lanes 0..8 the rows from 20 on, lane 40 none
-        let words = std::array::from_fn(|row| match row {
-            2..20 => !0xff & !(1 << 40),
-            20..60 => !(1 << 40),
-            _ => 0,
-        });
-        let whole = TileMask { words, rows: 2..60, full: false, row_ranges: None };
-        let mut strip = TileMask::default();
-        for first in (0..TILE).step_by(8) {
-            let lanes = 128 + first..128 + first + 8;
-            assert!(whole.strip(&lanes, 8, &mut strip));
-            assert_eq!(*strip.rows(), if first == 0 { 20..60 } else { 2..60 });
-            assert_eq!(strip.words().is_some(), first == 40, "lanes from {first} on");
-            for row in strip.rows().clone() {
-                for lane in 0..8 {
-                    assert_eq!(strip.visible(row, lane), whole.visible(row, first + lane));
-                }
-            }
-        }
-        // lanes without a visible pair
-        assert!(!whole.strip(&(40..41), 8, &mut strip));
-        assert!(TileMask { rows: 3..9, ..TileMask::default() }.strip(&(5..6), 8, &mut strip));
-        assert!(strip.words().is_none() && *strip.rows() == (3..9));
-    }
-
-    #[test]
     fn masks_are_cached_until_the_cache_is_cleared() {
         let mut mask_cache = TileMaskCache::new();
         let mut classified = 0;
@@ -371,14 +301,5 @@ mod tests {
         mask_cache.clear();
         mask_cache.rewind();
         assert!(mask_cache.load_next(&mut TileMask::default()).is_none());
-    }
-
-    #[test]
-    fn hiding_one_pair_masks_no_other() {
-        let mut tile_mask = TileMask { rows: 0..5, ..TileMask::default() };
-        assert!(tile_mask.words().is_none());
-        tile_mask.hide(3, 63);
-        assert!(!tile_mask.visible(3, 63) && tile_mask.visible(3, 62) && tile_mask.visible(2, 63));
-        assert_eq!(tile_mask.words().map(<[u64]>::len), Some(5));
     }
 }

@@ -175,35 +175,3 @@ impl<A: Real> Decode<A> {
         Ok(Self { partials: partials.collect::<Result<_>>()? })
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_cover_all_packed_queries_and_their_vectors() {
-        for (len, max_block_len, want) in [
-            (1, 4, vec![1]),
-            (3, 4, vec![2, 1]),
-            (7, 4, vec![4, 2, 1]),
-            (12, 4, vec![4, 4, 4]),
-            (3, 1, vec![1, 1, 1]),
-        ] {
-            let packed = PackedQueries { len, max_block_len };
-            assert_eq!(packed.blocks().map(|block| block.len()).collect::<Vec<_>>(), want);
-            let mut elements: Vec<usize> = (0..len)
-                .flat_map(|packed_row| packed.vectors::<f32>(packed_row, 40).flatten())
-                .collect();
-            elements.sort_unstable();
-            assert!(elements.iter().copied().eq(0..len * padded_dim::<f32>(40)));
-        }
-        // in a block of four, the registers of one packed row are four vectors apart
-        let products = |packed_row| {
-            PackedQueries { len: 7, max_block_len: 4 }
-                .vectors::<f32>(packed_row, 32)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(products(3), [48..64, 112..128]);
-        assert_eq!(products(6), [192..208, 208..224]);
-    }
-}

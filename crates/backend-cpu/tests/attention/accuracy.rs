@@ -3,14 +3,14 @@
 
 use std::{process::Command, sync::Arc};
 
-use annulus_core::{Backend, DType, Dims, Dropout, Precision, Spec, mask};
+use annulus_core::{Backend, DType, Dims, Dropout, Precision, Result, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
 use annulus_test_cases::{Answer, Case, Draw, plain};
 use ndarray::{Array2, Array4, Axis, Slice, Zip, s};
 
 use crate::{
-    ranks::{OnRanks, Rank},
+    ranks::{Make, OnRanks, Rank},
     support::{self, assert_close},
 };
 
@@ -29,6 +29,11 @@ fn distances(got: &Answer, want: &Answer) -> [f64; 4] {
         |answer: &Answer| [&answer.out, &answer.dq, &answer.dk, &answer.dv].map(Clone::clone);
     let (got, want) = (four(got), four(want));
     std::array::from_fn(|i| distance(&got[i], &want[i]))
+}
+
+/// Makes backends of one thread and this instruction set.
+fn of(isa: Isa) -> impl Fn() -> Result<Cpu> + Sync {
+    move || Cpu::new(1)?.with_isa(isa)
 }
 
 fn probs_dtype(cpu: &Cpu, spec: &Spec) -> Option<DType> {
@@ -52,8 +57,7 @@ fn rounded_probs_are_within_twice_the_error_of_plain_bf16() {
         let mut case = support::case(spec, &mut Draw::new(900 + number));
         case.dlse = None;
         let want = support::oracle(&case);
-        let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
-        let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+        let got = case.run(&of(isa), &Layout::Contiguous, 2).unwrap();
         let (ours, plain) = (distances(&got, &want), distances(&plain(&case).unwrap(), &want));
         for (ours, plain) in ours.into_iter().zip(plain) {
             assert!(ours <= 2.0 * plain, "case {number}, {isa}: {ours:e}, same dtype {plain:e}");
@@ -71,14 +75,11 @@ fn every_instruction_set_is_about_as_accurate_as_the_portable_one() {
         spec.soft_cap = (number == 1).then_some(5.0);
         let case = support::case(spec, &mut Draw::new(950 + number as u64));
         let want = support::oracle(&case);
-        let of = |isa| {
-            let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
-            distances(&case.run(&cpu, &Layout::Contiguous, 1).unwrap(), &want)
-        };
-        let portable = of(Isa::Portable);
+        let of_isa = |isa| distances(&case.run(&of(isa), &Layout::Contiguous, 1).unwrap(), &want);
+        let portable = of_isa(Isa::Portable);
         let isas = [Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Amx, Isa::AmxEmulated];
         for isa in isas.into_iter().filter(|isa| isa.is_available()) {
-            for (ours, portable) in of(isa).into_iter().zip(portable) {
+            for (ours, portable) in of_isa(isa).into_iter().zip(portable) {
                 assert!(ours <= 2.0 * portable, "{dtype}, {isa}: {ours:e}, portable {portable:e}");
             }
         }
@@ -109,13 +110,12 @@ fn probs_are_rounded_only_where_the_spec_allows_it() {
     // the selected instruction set is the one that runs
     let chosen = cpu.isa_for(&allowed).unwrap();
     assert_eq!(probs_dtype(&cpu, &allowed).is_some(), chosen.multiplies_pairs());
-    let run = |cpu: &Cpu| {
+    let run = |cpu: &Make<'_>| {
         support::case(allowed.clone(), &mut Draw::new(5)).run(cpu, &Layout::Contiguous, 1).unwrap()
     };
-    run(&cpu).same_bits(&run(&Cpu::new(1).unwrap().with_isa(chosen).unwrap())).unwrap();
+    run(&|| Cpu::new(1)).same_bits(&run(&of(chosen))).unwrap();
     if Isa::Avx512Bf16.is_available() {
-        let run = |isa| run(&Cpu::new(1).unwrap().with_isa(isa).unwrap());
-        assert!(run(Isa::Avx512Bf16).same_bits(&run(Isa::Avx512)).is_err());
+        assert!(run(&of(Isa::Avx512Bf16)).same_bits(&run(&of(Isa::Avx512))).is_err());
     }
 }
 
@@ -132,10 +132,7 @@ fn a_masked_nan_changes_no_bit_where_rows_are_multiplied_in_pairs() {
         let ids = Array2::from_shape_fn((1, LEN), |(_, row)| i32::from(row >= first));
         clean.batch.q_segment_ids = Some(ids.clone());
         clean.batch.kv_segment_ids = Some(ids);
-        let run = |case: &Case| {
-            let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
-            case.run(&cpu, &Layout::Contiguous, 1).unwrap()
-        };
+        let run = |case: &Case| case.run(&of(isa), &Layout::Contiguous, 1).unwrap();
         let want = run(&clean);
         for row in [first - 1, first] {
             let mut poisoned = clean.clone();
@@ -151,13 +148,6 @@ fn a_masked_nan_changes_no_bit_where_rows_are_multiplied_in_pairs() {
             }
         }
     }
-}
-
-fn cpus() -> impl Iterator<Item = Cpu> {
-    Isa::ALL
-        .into_iter()
-        .filter(|isa| isa.is_available())
-        .map(|isa| Cpu::new(1).unwrap().with_isa(isa).unwrap())
 }
 
 #[test]
@@ -179,8 +169,8 @@ fn narrow_scores_are_rounded_as_the_oracle_rounds_them() {
         let mut exact = case.clone();
         exact.spec.logits_dtype = dtype;
         assert!(narrow == DType::F32 || support::oracle(&exact) != support::oracle(&case));
-        for cpu in cpus() {
-            let got = case.run(&cpu, &Layout::Contiguous, 2).unwrap();
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            let got = case.run(&of(isa), &Layout::Contiguous, 2).unwrap();
             assert_close(&got, &support::oracle(&case), 2e-5, &format!("{dtype} {narrow}"));
         }
     }
@@ -232,12 +222,9 @@ fn forced(name: &str) {
     let case = support::case(Spec::new(Dims::new(1, 100, 2, 24), DType::F32), &mut Draw::new(1));
     let rank = Rank::<f32>::new(&case, &Layout::Contiguous, 0, 1).unwrap();
     assert_eq!(cpu.workspace(&rank.shard, annulus_core::Passes::Both).unwrap().isa(), isa);
-    let run = |cpu: &Cpu| case.run(cpu, &Layout::Contiguous, 1).unwrap();
-    let got = run(&cpu);
-    got.same_bits(&run(&Cpu::new(1).unwrap().with_isa(isa).unwrap())).unwrap();
+    let run = |cpu: &Make<'_>| case.run(cpu, &Layout::Contiguous, 1).unwrap();
+    let got = run(&|| Cpu::new(1));
+    got.same_bits(&run(&of(isa))).unwrap();
     // the portable kernels round every product, the others do not
-    assert_eq!(
-        got.same_bits(&run(&Cpu::new(1).unwrap().with_isa(Isa::Portable).unwrap())).is_ok(),
-        isa == Isa::Portable
-    );
+    assert_eq!(got.same_bits(&run(&of(Isa::Portable))).is_ok(), isa == Isa::Portable);
 }

@@ -163,7 +163,7 @@ fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
         for isa in isas() {
             let cpu = |threads| Cpu::new(threads).unwrap().with_isa(isa).unwrap();
             // a workspace with a backward pass arranges its tasks head by head
-            let want = case.run(&cpu(2), &Layout::Contiguous, 1).unwrap();
+            let want = case.run(&|| Ok(cpu(2)), &Layout::Contiguous, 1).unwrap();
             for threads in [1, 3] {
                 let (out, lse) = case
                     .run_forward(

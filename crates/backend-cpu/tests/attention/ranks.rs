@@ -1,17 +1,19 @@
-//! Sharding of a test problem over ranks, which are simulated one after another.
+//! A test problem on ranks: both passes by the facade, and the calls of forward-only workspaces, one
+//! rank after another.
 
 use std::{ops::ControlFlow, sync::Arc};
 
+use annulus::{Division, LocalRing, Plan};
 use annulus_core::{
-    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, ForwardPass,
-    Gradients, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Reduction,
-    Result, RowSet, Rows, Side, Tick, Workspace,
+    Backend, BackwardInputs, BackwardPass, Block, DType, Dims, Element, ForwardPass, Gradients,
+    HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Result, RowSet, Rows,
+    Side, Tick, Workspace,
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
-use annulus_test_cases::{Answer, Case};
+use annulus_test_cases::{Answer, Case, facade};
 use half::{bf16, f16};
-use ndarray::{Array2, Array3, Array4, ArrayViewMut4, Axis};
+use ndarray::{Array3, Array4, ArrayViewMut4, Axis};
 
 /// Evaluates `$call` with `$element` as the element type `$dtype`.
 macro_rules! with_element {
@@ -29,27 +31,21 @@ macro_rules! with_element {
     }};
 }
 
-/// A case on simulated ranks.
+/// Makes the backend of a rank.
+pub(crate) type Make<'a> = dyn Fn() -> Result<Cpu> + Sync + 'a;
+
+/// A case on ranks.
 pub(crate) trait OnRanks {
     fn case(&self) -> &Case;
 
-    /// Runs the case on a ring of `ranks` ranks.
-    fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Answer> {
-        self.run_backward(cpu, layout, ranks, true)
-    }
-
-    /// Runs the case; in the one-pass backward, `fused` selects the fused call or separate dq and
-    /// dkv calls.
-    fn run_backward(
-        &self,
-        cpu: &Cpu,
-        layout: &Layout,
-        ranks: usize,
-        fused: bool,
-    ) -> Result<Answer> {
-        with_element!(self.case().spec.dtype, E => {
-            Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Both)?.run(fused)
-        })
+    /// Computes both passes on a ring of `ranks` ranks, each with its own backend.
+    fn run(&self, cpu: &Make<'_>, layout: &Layout, ranks: usize) -> Result<Answer> {
+        let (case, dims) = (self.case(), self.case().spec.dims);
+        let setup = (facade::attention(case), Division::new().layout(layout.clone()));
+        let mut ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+            Plan::with_backend(setup, dims, cpu()?, endpoint)
+        })?;
+        Ok(facade::compute(case, &mut ring, 1, false)?.remove(0))
     }
 
     /// Returns out and lse of forward-only workspaces.
@@ -61,7 +57,7 @@ pub(crate) trait OnRanks {
         local_kv: LocalKv,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
         with_element!(self.case().spec.dtype, E => {
-            Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Forward)?.run_forward(local_kv)
+            Ring::<E>::new(self.case(), cpu, layout, ranks)?.run_forward(local_kv)
         })
     }
 
@@ -73,7 +69,7 @@ pub(crate) trait OnRanks {
         ranks: usize,
         last_call: LastCall,
     ) -> Result<Vec<RankOutputs<E>>> {
-        let mut ring = Ring::<E>::new(self.case(), cpu, layout, ranks, Passes::Forward)?;
+        let mut ring = Ring::<E>::new(self.case(), cpu, layout, ranks)?;
         ring.forward(LocalKv::Inputs, last_call)?;
         let outputs =
             |rank: Rank<E>| (rank.out, rank.lse, [Some(rank.max), Some(rank.sum), rank.ties]);
@@ -301,28 +297,19 @@ struct Ring<'a, E: Element> {
 }
 
 impl<'a, E: Element> Ring<'a, E> {
-    fn new(
-        case: &'a Case,
-        cpu: &'a Cpu,
-        layout: &Layout,
-        ranks: usize,
-        passes: Passes,
-    ) -> Result<Self> {
+    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize) -> Result<Self> {
         cpu.capabilities(&case.spec)?;
         let ranks = (0..ranks)
             .map(|rank| Rank::new(case, layout, rank, ranks))
             .collect::<Result<Vec<_>>>()?;
-        let workspaces =
-            ranks.iter().map(|rank| cpu.workspace(&rank.shard, passes)).collect::<Result<_>>()?;
+        let workspaces = ranks
+            .iter()
+            .map(|rank| cpu.workspace(&rank.shard, Passes::Forward))
+            .collect::<Result<_>>()?;
         let record = case.spec.kv_row_layout();
         let blocks =
             ranks.iter().map(|rank| rank.keys_buffer(record.clone())).collect::<Result<_>>()?;
         Ok(Self { case, ranks, workspaces, blocks })
-    }
-
-    fn run(mut self, fused: bool) -> Result<Answer> {
-        self.forward(LocalKv::Records, LastCall::AttendLast)?;
-        self.backward(fused)
     }
 
     fn run_forward(mut self, local_kv: LocalKv) -> Result<(Array4<f64>, Array3<f64>)> {
@@ -381,121 +368,6 @@ impl<'a, E: Element> Ring<'a, E> {
         }
         Ok(())
     }
-
-    /// Runs one pass of all ranks, or two. With `fused` unset, a one-pass case is computed by the
-    /// kernels of two passes, which then write dK and dV of every block.
-    fn backward(mut self, fused: bool) -> Result<Answer> {
-        let spec = &self.case.spec;
-        let ranks = &self.ranks;
-        let blocks = &self.blocks;
-        let mode = if fused { spec.backward } else { BackwardMode::TwoPass };
-        let mut passes = Vec::new();
-        for (rank, workspace) in ranks.iter().zip(&mut self.workspaces) {
-            passes.push(workspace.backward(rank.backward_inputs(), mode, &mut keep_going)?);
-        }
-        let record = spec.gradient_row_layout();
-        let mut gradients = ranks
-            .iter()
-            .map(|rank| rank.keys_buffer(record.clone()))
-            .collect::<Result<Vec<_>>>()?;
-        for (r, pass) in passes.iter_mut().enumerate() {
-            for t in 0..ranks.len() {
-                let owner = (r + t) % ranks.len();
-                let keys = &*ranks[owner].shard.keys;
-                let block =
-                    Block { buffer: &blocks[owner], ready: &(), rows: keys, first_local: None };
-                if spec.backward == BackwardMode::TwoPass {
-                    pass.attend_kv(&block, None, &mut keep_going)?;
-                    continue;
-                }
-                // arbitrary contents, which the call overwrites
-                let mut part = ranks[owner].keys_buffer(record.clone())?;
-                part.bytes_mut().unwrap().fill(0x55);
-                pass.attend_kv(&block, Some(&mut part), &mut keep_going)?;
-                // in two parts, as pieces of a ring arrive
-                let half = keys.len() as u64 / 2;
-                let rows = keys.len() as u64;
-                let pairs = [(0..half, 0..half), (half..rows, half..rows)];
-                pass.reduce(&mut gradients[owner], &part, &(), &pairs, Reduction::Add)?;
-            }
-        }
-        if spec.backward == BackwardMode::TwoPass {
-            let mut query_blocks = Vec::new();
-            for (rank, pass) in ranks.iter().zip(&mut passes) {
-                let rows = rank.shard.queries.len() as u64;
-                let mut queries = HostBuffer::zeroed(spec.query_row_layout().bytes() * rows)?;
-                pass.local_queries(&mut queries)?;
-                query_blocks.push(queries);
-            }
-            for (r, pass) in passes.iter_mut().enumerate() {
-                for t in 0..ranks.len() {
-                    let owner = (r + t) % ranks.len();
-                    let buffer = &query_blocks[owner];
-                    let rows = &*ranks[owner].shard.queries;
-                    let block = Block { buffer, ready: &(), rows, first_local: None };
-                    pass.attend_queries(&block, &mut gradients[r], &mut keep_going)?;
-                }
-            }
-        }
-        gather(self.case, ranks, passes, &gradients)
-    }
-}
-
-/// Finishes the passes of all ranks and assembles their rows.
-fn gather<E: Element>(
-    case: &Case,
-    ranks: &[Rank<E>],
-    passes: Vec<annulus_cpu::CpuBackward<'_>>,
-    dkv: &[HostBuffer],
-) -> Result<Answer> {
-    let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
-    let line = || Array3::zeros((batch, q_heads, q_len));
-    let mut all = Answer {
-        out: Array4::zeros(case.dout.raw_dim()),
-        lse: line(),
-        max: line(),
-        sum: line(),
-        ties: (!case.spec.normalize).then(line),
-        dq: Array4::zeros(case.q.raw_dim()),
-        dk: Array4::zeros(case.k.raw_dim()),
-        dv: Array4::zeros(case.v.raw_dim()),
-        dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
-        dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
-    };
-    for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
-        let RankGradients { dq, dk, dv, dbias, dsinks } =
-            rank.finish_backward(pass, dkv, &mut keep_going)?;
-        let q_rows = rank.shard.queries.rows();
-        let kv_rows = rank.shard.keys.rows();
-        scatter(&rank.out, &mut all.out, 1, q_rows);
-        scatter(&dq, &mut all.dq, 1, q_rows);
-        scatter(&dk, &mut all.dk, 1, kv_rows);
-        scatter(&dv, &mut all.dv, 1, kv_rows);
-        let statistics =
-            [(&rank.lse, &mut all.lse), (&rank.max, &mut all.max), (&rank.sum, &mut all.sum)];
-        for (from, into) in statistics.into_iter().chain(rank.ties.iter().zip(&mut all.ties)) {
-            for (local, &row) in q_rows.iter().enumerate() {
-                let line = from.index_axis(Axis(2), local);
-                into.index_axis_mut(Axis(2), row as usize)
-                    .assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
-            }
-        }
-        if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
-            let from = from.mapv(Element::to_f64);
-            if into.shape()[2] == 1 && q_len != 1 {
-                *into += &from;
-            } else {
-                for (local, &row) in q_rows.iter().enumerate() {
-                    let mut line = into.index_axis_mut(Axis(2), row as usize);
-                    line += &from.index_axis(Axis(2), local);
-                }
-            }
-        }
-        if let (Some(from), Some(into)) = (&dsinks, &mut all.dsinks) {
-            *into += &from.index_axis(Axis(3), 0).index_axis(Axis(2), 0).mapv(Element::to_f64);
-        }
-    }
-    Ok(all)
 }
 
 fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {

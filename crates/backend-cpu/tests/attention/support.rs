@@ -13,6 +13,7 @@ pub(crate) fn case(spec: Spec, draw: &mut Draw) -> Case {
     let mask = Arc::clone(&spec.mask);
     let Dims { batch, q_heads, q_len, .. } = spec.dims;
     let mut case = Case::new("", spec, Masks::default(), draw);
+    case.masks.objects.push(Arc::clone(&mask));
     case.spec.mask = mask;
     if let Some(bias) = &mut case.bias {
         bias.mapv_inplace(|x| if draw.once_in(9) { f64::NEG_INFINITY } else { x });
