@@ -261,6 +261,7 @@ fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
         ("bias", new().bias([1, 1, 1, 1])),
         ("unnormalized", new().unnormalized(true)),
         ("local_gradients", new().local_gradients(true)),
+        ("second_derivatives", new().second_derivatives(true)),
         ("backward_mode", new().backward_mode(BackwardMode::TwoPass)),
     ];
     for (what, attention) in unsupported {

@@ -1,5 +1,5 @@
 //! The mock backend: every call only queues work, which reads and writes device memory when the
-//! device executes it. The arithmetic is that of [`crate::Pairwise`].
+//! device executes it. The arithmetic is `kernel.rs`.
 
 use std::{
     ops::Range,
@@ -15,7 +15,6 @@ use annulus_core::{
 use super::{
     kernel::State,
     memory::{Device, DeviceBuffer, DeviceEvent, SlotTable, fault, lock},
-    pairwise::Pairwise,
     tensor::MockSpace,
 };
 
@@ -91,12 +90,16 @@ impl Backend for MockBackend {
     type Workspace = MockWorkspace;
 
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        // a tile other than that of any other backend: a mixed ring must agree on the largest
+        spec.check_complete("mock")?;
         Ok(Capabilities {
             name: "mock",
             numerics_id: "mock".into(),
+            probs_dtype: None,
+            // other than that of any other backend: a mixed ring must agree on the largest
             kv_tile: 16,
-            ..Pairwise.capabilities(spec)?
+            reproducible: false,
+            out_residual: true,
+            second_derivatives: false,
         })
     }
 

@@ -98,7 +98,7 @@ struct Sending {
 
 /// SplitMix64 (Steele et al. 2014): a small seeded generator, sufficient to choose bits and delays.
 #[derive(Debug, Clone, Copy)]
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -109,7 +109,7 @@ impl Random {
     }
 
     /// Returns a number below `end`; 0 if there is none.
-    fn below(&mut self, end: u64) -> u64 {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }
 }

@@ -1,4 +1,4 @@
-//! Attention pair by pair in f64: the arithmetic of the backends of this crate, on numbers and on
+//! Attention pair by pair in f64: the arithmetic of the mock device, on numbers and on
 //! the bytes of blocks.
 //!
 //! ```text

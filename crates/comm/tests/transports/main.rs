@@ -6,7 +6,6 @@
 
 mod agreement;
 mod deadline;
-mod faults;
 mod patterns;
 mod staged;
 mod threads;

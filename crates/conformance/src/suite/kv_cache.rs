@@ -209,7 +209,7 @@ pub const CACHED: Decoding<'static> = Decoding {
 };
 
 /// Checks a prefill in chunks and tokens under every kind of mask and score, on each number of
-/// ranks.
+/// ranks; and that refused tokens leave no trace.
 pub fn kv_cache<B: Backend<Space: HostTensors>>(
     dtype: DType,
     ranks: &[usize],
@@ -238,7 +238,32 @@ pub fn kv_cache<B: Backend<Space: HostTensors>>(
             checked.map_err(|wrong| format!("{name}: {wrong}"))?;
         }
     }
-    Ok(())
+    refused_tokens(make)
+}
+
+/// Checks that tokens that were computed and then refused leave no trace.
+fn refused_tokens<B: Backend<Space: HostTensors>>(
+    make: impl Fn(usize) -> Result<B> + Sync,
+) -> Verdict {
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let other = numbers::<f32>(9, [2, 7, 2, 8]);
+    let decode = |speculates: bool| {
+        each_rank(ring(2), |rank, transport| {
+            let (backend, runtime) = (make(rank)?, Runtime::new());
+            let mut cache =
+                Cache::with_backend(&attention, &runtime, CACHED.shape(), backend, transport)?;
+            all.step(&mut cache, 0..53)?;
+            if speculates {
+                cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
+                cache.attend(all.q.slice(s![.., ..7, .., ..]), None)?;
+                cache.truncate(53)?;
+            }
+            Ok(all.step(&mut cache, 53..61)?.out)
+        })
+        .map_err(|error| error.to_string())
+    };
+    ensure(decode(true)? == decode(false)?, || "refused tokens change later ones".to_owned())
 }
 
 /// Checks tokens around the end of a rank's first segment of 4,096 rows, and rows whose bytes are

@@ -1,10 +1,10 @@
 //! Grids of queries × keys: bytes, choice, and what a grid refuses. `suite::strategies` compares
 //! them with the oracle.
 
-use annulus::{Attention, Division, LocalRing, Tensors, comm::ring::PassKind};
+use annulus::{Attention, Division, LocalRing, Tensors};
 use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject};
-use annulus_core::{BackwardMode, Batch, DType, Dims, Error, Placement, SinkShape, Spec};
-use annulus_plan::{Choice, HeadGrid, Layout, Route, Strategy, StrategyTraffic, TrafficOptions};
+use annulus_core::{BackwardMode, Batch, DType, Dims, Placement, Spec};
+use annulus_plan::{Choice, Layout, Route, Strategy, StrategyTraffic, TrafficOptions};
 use ndarray::{Array4, Axis};
 
 const DIMS: Dims =
@@ -81,34 +81,6 @@ fn partial_results_are_not_rounded() {
     let out = differ([&ring.out, &grid.out]);
     let dq = differ([&ring.dq, &grid.dq]);
     assert!(out < 0.02 && dq < 0.02, "{out} of out, {dq} of dq");
-}
-
-#[test]
-fn the_predicted_bytes_are_those_of_the_plans() {
-    let spec = Spec { sinks: Some(SinkShape::shared(1)), ..Spec::new(DIMS, DType::F32) };
-    let attention = Attention::new().causal(true).softmax_aux(SinkShape::shared(1));
-    let spec = Spec { mask: attention.spec(DIMS).unwrap().mask, ..spec };
-    let mut grids = 0;
-    for ranks in [2, 3, 4, 6, 8] {
-        for of in HeadGrid::candidates(&spec, ranks, true) {
-            let strategy = of.strategy();
-            let options = TrafficOptions { backward: true, ..TrafficOptions::FORWARD };
-            let traffic = StrategyTraffic::of(&spec, of, &options, &mut || ()).unwrap();
-            let ring =
-                LocalRing::new((&attention, Division::new().strategy(strategy)), DIMS, ranks)
-                    .unwrap();
-            for plan in ring.plans() {
-                assert_eq!(plan.strategy(), strategy);
-                let predicted = [PassKind::Forward, PassKind::Backward]
-                    .map(|pass| u128::from(plan.bytes_predicted(pass)));
-                let index = plan.ring_index();
-                let of_strategy = [traffic.forward[index], traffic.backward[index]];
-                assert_eq!(of_strategy, predicted, "{strategy} rank {index}");
-            }
-            grids += usize::from(of.columns() > 1);
-        }
-    }
-    assert_eq!(grids, 15);
 }
 
 /// Packed documents: a rank has several, or a part of one.
@@ -232,25 +204,4 @@ fn the_strategy_of_documents_is_chosen_by_their_bytes() -> annulus::Result<()> {
     let want = "documents: got one, for ring, want none: the strategy auto alone depends on it";
     assert_eq!(error.to_string(), want);
     Ok(())
-}
-
-#[test]
-fn what_a_grid_does_not_compute_is_refused_with_the_plan() {
-    let refused = |setup: (Attention, Division), ranks: usize| -> Error {
-        let plan: Result<LocalRing, Error> = LocalRing::new(setup, DIMS, ranks);
-        plan.map(drop).unwrap_err()
-    };
-    let grid = |shape| Division::new().strategy(grid(shape));
-    let reproducible = Attention::new().reproducible(true);
-    let error = refused((reproducible.clone(), grid([2, 2])), 4);
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    let want = "reproducible is not supported by keys in 2 columns";
-    assert!(error.to_string().contains(want), "{error}");
-    for (division, ranks) in [(grid([2, 2]), 3), (grid([0, 4]), 4), (grid([3, 1]), 4)] {
-        let error = refused((Attention::new(), division), ranks);
-        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
-        assert!(error.to_string().starts_with("strategy: got grid:"), "{error}");
-    }
-    // one key column is the ring, which does all of this
-    LocalRing::new((reproducible, grid([4, 1])), DIMS, 4).unwrap();
 }

@@ -182,30 +182,17 @@ fn bits_do_not_depend_on_the_strategy() {
     let case = case.in_dtype(DType::F32);
     let run = |setting: &Setting| Facade.run(&case, setting, 1).unwrap().remove(0);
     let ring = run(&Setting::new(3, Layout::Striped));
-    for (ranks, layout) in [(2, None), (4, Some(Layout::Striped)), (4, Some(Layout::Zigzag))] {
-        let strategy = Strategy::HeadsRing { heads: 2 };
+    let heads = Strategy::HeadsRing { heads: 2 };
+    for (ranks, layout, strategy) in [
+        (2, None, heads),
+        (4, Some(Layout::Striped), heads),
+        (4, Some(Layout::Zigzag), heads),
+        (4, None, Strategy::AllGather),
+        (4, None, Strategy::OncePerNode { node_ranks: 2 }),
+    ] {
         let setting = Setting { ranks, layout, strategy, ..Setting::ALONE };
         run(&setting).same_bits(&ring).unwrap_or_else(|wrong| panic!("{setting}: {wrong}"));
     }
-}
-
-#[test]
-fn sums_over_heads_are_refused() {
-    let dims = Dims { q_heads: 4, ..Dims::new(1, 600, 4, 8).kv_heads(2) };
-    let ring = |attention: Attention, heads| {
-        let division = Division::new().strategy(Strategy::HeadsRing { heads });
-        LocalRing::new((attention, division), dims, 4)
-    };
-    let refused = |attention: Attention, heads| {
-        let error = ring(attention, heads).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    };
-    let attention = || Attention::new().reproducible(true);
-    refused(attention(), 4);
-    refused(attention().softmax_aux(SinkShape::shared(1)), 2);
-    refused(attention().bias([1, 1, 1, 600]), 2);
-    ring(attention().forward_only(true), 4).unwrap();
-    ring(attention(), 2).unwrap();
 }
 
 #[test]

@@ -410,35 +410,6 @@ fn pages_without_visible_keys_are_not_sent() {
 }
 
 #[test]
-fn bytes_of_a_token_grow_with_the_pages() {
-    let attention = reproducible();
-    let shape = CacheShape::new(1, 2, 1).kv_heads(1);
-    let chunk = numbers::<f32>(1, [1, 4096, 1, 1]);
-    let token = numbers::<f32>(2, [1, 1, 2, 1]);
-    let work = |page_rows| {
-        each_rank(ring(4), |rank, transport| {
-            let shape = shape.page_rows(page_rows);
-            let mut cache = Cache::new(&attention, &Runtime::new(), shape, transport)?;
-            let predicted = cache.bytes_predicted_at(4096, 1);
-            cache.append(chunk.view(), chunk.view())?;
-            let forward = cache.attend(token.view(), None)?;
-            assert_eq!(forward.reports[0].bytes_sent, predicted);
-            Ok((rank, predicted))
-        })
-        .unwrap()
-    };
-    // 2 score rows on 4 ranks: ranks 1 and 3 merge one each, and send 3 results of out and lse.
-    // 3 accumulators of a page and score row, of 4 pages a rank; or of 1
-    let (page, result) = (3 * 4, 3 * (4 + 4));
-    let sent = |pages: u64| {
-        let merging = pages * page + result;
-        vec![(0usize, 2 * pages * page), (1, merging), (2, 2 * pages * page), (3, merging)]
-    };
-    assert_eq!(work(256), sent(4));
-    assert_eq!(work(1024), sent(1));
-}
-
-#[test]
 fn pages_that_are_no_nodes_of_the_tree_are_refused() {
     let attention = reproducible();
     for page_rows in [0, 1, 64, 128, 255, 257, 768, 1280] {

@@ -132,21 +132,6 @@ fn what_a_name_does_not_fit_is_refused_with_the_plan() {
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }
 
-/// The other names are the ring's order, or that of its heads.
-#[test]
-fn the_reproducible_order_has_the_bits_of_the_ring() {
-    let attention = Attention::new().causal(true).reproducible(true);
-    // five leaves of 256 rows
-    let dims = Dims { batch: 1, q_len: 1100, kv_len: 1100, ..DIMS };
-    let (of_ring, _) = run(&(&attention).into(), dims, 1).expect("results");
-    for strategy in [Strategy::AllGather, Strategy::OncePerNode { node_ranks: 2 }] {
-        let (results, _) =
-            run(&Setup::from((&attention, Division::new().strategy(strategy))), dims, 4)
-                .expect("results");
-        assert_eq!(results, of_ring, "{strategy}");
-    }
-}
-
 /// The CPU over threads, with rank r on node r mod `nodes`.
 fn round_robin(nodes: usize, crossings: &Crossings) -> impl Subject + use<> {
     let crossings = crossings.clone();

@@ -180,10 +180,7 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
         judge(harness, name, started.elapsed(), &made)?;
     }
     named.extend(one_plan(harness, settings)?);
-    named.extend(versions(harness, settings)?);
-    harness
-        .share(ensure(named.len() >= 42, || format!("only {} fields: {named:?}", named.len())))?;
-    many_fields(harness, settings, last)
+    harness.share(ensure(named.len() >= 40, || format!("only {} fields: {named:?}", named.len())))
 }
 
 fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan> {
@@ -268,69 +265,4 @@ fn one_plan(
     judge(harness, "call", started.elapsed(), &called)?;
     named.push("call".to_owned());
     Ok(named)
-}
-
-/// The last rank imitates another version: it sends that version's numbers and nothing else,
-/// because the other ranks fail on them first.
-fn versions(
-    harness: &mut Harness,
-    settings: &Settings,
-) -> std::result::Result<Vec<String>, String> {
-    let last = harness.ranks() - 1;
-    let text = |error: Error| error.to_string();
-    let mut named = Vec::new();
-    for (name, numbers) in
-        [("wire version", [WIRE_VERSION + 1, 0]), ("annulus version", [WIRE_VERSION, 9 << 40])]
-    {
-        let verdict = if harness.rank() == last {
-            let other_version = || -> Result<()> {
-                let mut transport = Mpi::world(settings.clone())?;
-                transport.start_all_gather(0, &numbers.map(u64::to_le_bytes).concat())?;
-                while transport.try_all_gather(0)?.is_none() {
-                    transport.progress(Duration::from_millis(20))?;
-                }
-                Ok(())
-            };
-            failures::forget_transfers();
-            other_version().map_err(text)
-        } else {
-            let started = Instant::now();
-            let made = plan(&Arguments::of(Attention::new()), settings, last + 1).map(|_| "a plan");
-            let took = started.elapsed();
-            let right = matches!(
-                &made,
-                Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
-            );
-            ensure(right && took < AT_ONCE && failures::transfers() == 0, || {
-                format!("{name}: {made:?} after {took:?}")
-            })
-        };
-        harness.share(verdict)?;
-        named.push(name.to_owned());
-    }
-    Ok(named)
-}
-
-/// Lets each of six fields differ in turn, over one endpoint: a mismatch does not end the
-/// transport.
-fn many_fields(harness: &mut Harness, settings: &Settings, last: usize) -> Verdict {
-    const NAMES: [&str; 6] = ["f0", "f1", "f2", "f3", "f4", "f5"];
-    let mut transport = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
-    for (odd, name) in NAMES.into_iter().enumerate() {
-        let value = |number: usize| u64::from(number == odd && harness.rank() == last);
-        let descriptor = NAMES
-            .into_iter()
-            .enumerate()
-            .fold(Descriptor::new(), |d, (number, name)| d.field(name, value(number)));
-        let agreed = agree::<Host>(&mut transport, odd as u64, Ok(descriptor));
-        let want = Error::RankMismatch {
-            field: name.to_owned(),
-            rank: last,
-            got: "1".to_owned(),
-            rank0: "0".to_owned(),
-        };
-        let right = agreed == Err(want) && transport.bytes_sent() == 0;
-        same_everywhere(harness, &agreed, right, || format!("{name}: {agreed:?}"))?;
-    }
-    Ok(())
 }
