@@ -2,9 +2,9 @@
 //! layout, and the same bits as the calls that return new tensors.
 
 use annulus::{
-    Attention, BackwardViewMut, Dims, Division, Error, ForwardView, ForwardViewMut, Layout,
+    Attention, Backward, BackwardViewMut, Dims, Division, Error, Forward, ForwardViewMut, Layout,
     LocalRing, Plan, Runtime, Setup, SinkShape, Tensors,
-    ndarray::{Array2, Array3, Array4, ArrayView4, ArrayViewMut4},
+    ndarray::{Array2, Array4},
 };
 
 const LEN: usize = 60;
@@ -15,130 +15,58 @@ fn tensor(heads: usize, step: f64) -> Array4<f64> {
     })
 }
 
-/// An order of the axes in memory, and the axes of that memory in the order of a tensor.
-#[derive(Debug, Clone, Copy)]
-struct MemoryOrder {
-    axes: [usize; 4],
-    inverse: [usize; 4],
-}
-
-/// `[batch, heads, len, dim]`, and one in which no vector is contiguous.
-const ORDERS: [MemoryOrder; 2] = [
-    MemoryOrder { axes: [0, 2, 1, 3], inverse: [0, 2, 1, 3] },
-    MemoryOrder { axes: [0, 2, 3, 1], inverse: [0, 3, 1, 2] },
-];
-
-impl MemoryOrder {
-    /// The same tensor in this order.
-    fn of(self, tensor: &Array4<f64>) -> Array4<f64> {
-        tensor.view().permuted_axes(self.axes).as_standard_layout().into_owned()
-    }
-
-    fn view(self, memory: &Array4<f64>) -> ArrayView4<'_, f64> {
-        memory.view().permuted_axes(self.inverse)
-    }
-
-    fn view_mut(self, memory: &mut Array4<f64>) -> ArrayViewMut4<'_, f64> {
-        memory.view_mut().permuted_axes(self.inverse)
-    }
+/// Returns the same numbers in another memory order, in which no vector is contiguous.
+fn scattered(tensor: &Array4<f64>) -> Array4<f64> {
+    let memory = tensor.view().permuted_axes([0, 2, 3, 1]).as_standard_layout().into_owned();
+    memory.permuted_axes([0, 3, 1, 2])
 }
 
 #[test]
 fn the_callers_tensors_get_the_bits_of_new_ones() {
-    let q = tensor(4, 0.3);
-    let k = tensor(2, 0.7);
-    let v = tensor(2, 1.1);
-    let dout = tensor(4, 0.9);
+    let [q, k, v, dout] =
+        [(4, 0.3), (2, 0.7), (2, 1.1), (4, 0.9)].map(|(heads, step)| tensor(heads, step));
     let sinks = Array2::from_elem((4, 1), 0.2);
-    for (unnormalized, bias_rows) in [(false, 1), (false, LEN), (true, LEN)] {
+    for (layout, ranks, unnormalized, bias_rows) in [
+        (Layout::Contiguous, 1, true, LEN),
+        (Layout::Contiguous, 3, false, LEN),
+        (Layout::Zigzag, 3, true, LEN),
+        (Layout::Striped, 4, false, 1),
+    ] {
         let bias = Array4::from_shape_fn((1, 4, bias_rows, LEN), |(_, h, i, j)| {
             ((h + i + 2 * j) as f64).cos()
         });
-        for (layout, ranks) in [
-            (Layout::Contiguous, 1),
-            (Layout::Contiguous, 3),
-            (Layout::Zigzag, 3),
-            (Layout::Striped, 4),
-        ] {
-            let mut ring = LocalRing::new(
-                (
-                    Attention::new()
-                        .dtype(annulus::DType::F64)
-                        .causal(true)
-                        .bias([1, 4, bias_rows, LEN])
-                        .softmax_aux(SinkShape::per_head(1))
-                        .unnormalized(unnormalized),
-                    Division::new().layout(layout.clone()),
-                ),
-                Dims::new(2, LEN, 4, 8).kv_heads(2),
-                ranks,
-            )
-            .unwrap();
-            let tensors = Tensors::new(q.view(), k.view(), v.view())
-                .with_bias(bias.view())
-                .with_softmax_aux(sinks.view());
-            let new = ring.forward(&tensors).unwrap();
-            let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
+        let attention = Attention::new()
+            .dtype(annulus::DType::F64)
+            .causal(true)
+            .bias([1, 4, bias_rows, LEN])
+            .softmax_aux(SinkShape::per_head(1))
+            .unnormalized(unnormalized);
+        let setup = (attention, Division::new().layout(layout.clone()));
+        let mut ring = LocalRing::new(setup, Dims::new(2, LEN, 4, 8).kv_heads(2), ranks).unwrap();
+        let with =
+            |q, k, v| Tensors::new(q, k, v).with_bias(bias.view()).with_softmax_aux(sinks.view());
+        let tensors = with(q.view(), k.view(), v.view());
+        let new = ring.forward(&tensors).unwrap();
+        let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
 
-            // every tensor in another memory order, filled with numbers that must be overwritten
-            for order in ORDERS {
-                let [q, k, v] = [&q, &k, &v].map(|tensor| order.of(tensor));
-                let strided = Tensors::new(order.view(&q), order.view(&k), order.view(&v))
-                    .with_bias(bias.view())
-                    .with_softmax_aux(sinks.view());
-                let junk = |of: &Array4<f64>| Array4::from_elem(of.raw_dim(), f64::NAN);
-                let mut out = junk(&q);
-                let statistics = || Array3::from_elem((2, 4, LEN), f64::NAN);
-                let (mut lse, mut max, mut sum, mut ties) =
-                    (statistics(), statistics(), statistics(), statistics());
-                let reports = ring
-                    .forward_into(
-                        &strided,
-                        ForwardViewMut {
-                            out: order.view_mut(&mut out),
-                            lse: lse.view_mut(),
-                            max: Some(max.view_mut()),
-                            sum: Some(sum.view_mut()),
-                            ties: unnormalized.then(|| ties.view_mut()),
-                            out_residual: None,
-                        },
-                    )
-                    .unwrap();
-                assert_eq!(reports.len(), ranks);
-                assert_eq!(
-                    (order.view(&out), &lse),
-                    (new.out.view(), &new.lse),
-                    "{layout:?} {order:?}"
-                );
-                assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
-                let mut dq = junk(&q);
-                let mut dk = junk(&k);
-                let mut dv = junk(&v);
-                let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
-                let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
-                let forward = ForwardView {
-                    out: order.view(&out),
-                    lse: lse.view(),
-                    max: Some(max.view()),
-                    sum: Some(sum.view()),
-                    ties: unnormalized.then(|| ties.view()),
-                    out_residual: None,
-                };
-                let gradients = BackwardViewMut {
-                    dq: order.view_mut(&mut dq),
-                    dk: order.view_mut(&mut dk),
-                    dv: order.view_mut(&mut dv),
-                    dbias: Some(dbias.view_mut()),
-                    dsoftmax_aux: Some(dsinks.view_mut()),
-                };
-                ring.backward_into(&strided, &forward, dout.view(), None, gradients).unwrap();
-                assert_eq!(order.view(&dq), new_gradients.dq, "{layout:?} on {ranks}, {order:?}");
-                assert_eq!(order.view(&dk), new_gradients.dk);
-                assert_eq!(order.view(&dv), new_gradients.dv);
-                assert_eq!(Some(dbias), new_gradients.dbias);
-                assert_eq!(Some(dsinks), new_gradients.dsoftmax_aux);
-            }
-        }
+        // numbers that must be overwritten
+        let [q, k, v] = [&q, &k, &v].map(scattered);
+        let strided = with(q.view(), k.view(), v.view());
+        let mut got = Forward { out: scattered(&new.out), ..new.clone() };
+        got.out.fill(f64::NAN);
+        let statistics = [&mut got.max, &mut got.sum, &mut got.ties].into_iter().flatten();
+        statistics.chain([&mut got.lse]).for_each(|of| of.fill(f64::NAN));
+        let reports = ring.forward_into(&strided, got.view_mut()).unwrap();
+        assert_eq!(reports.len(), ranks);
+        assert_eq!(got, new, "{layout:?} on {ranks}");
+        let [dq, dk, dv] =
+            [&q, &k, &v].map(|tensor| scattered(&Array4::from_elem(tensor.raw_dim(), f64::NAN)));
+        let mut gradients = Backward { dq, dk, dv, ..new_gradients.clone() };
+        gradients.dbias.as_mut().unwrap().fill(f64::NAN);
+        gradients.dsoftmax_aux.as_mut().unwrap().fill(f64::NAN);
+        let into = gradients.view_mut();
+        ring.backward_into(&strided, &got.view(), dout.view(), None, into).unwrap();
+        assert_eq!(gradients, new_gradients, "{layout:?} on {ranks}");
     }
 }
 

@@ -140,33 +140,3 @@ impl Dims {
         head / self.group()
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_name_the_invalid_length() {
-        let good = Dims::new(1, 4, 2, 8);
-        good.validate().unwrap();
-        Dims { q_len: 0, kv_len: 0, ..good }.validate().unwrap();
-        let name = |dims: Dims| match dims.validate() {
-            Err(Error::InvalidArgument { argument, .. }) => argument,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(name(Dims { batch: 0, ..good }), "batch");
-        assert_eq!(name(Dims { q_heads: 0, ..good }), "q_heads");
-        assert_eq!(name(Dims { kv_heads: 0, ..good }), "kv_heads");
-        assert_eq!(name(Dims { q_heads: 3, ..good }), "q_heads");
-        assert_eq!(name(Dims { head_dim: 0, ..good }), "head_dim");
-        assert_eq!(name(Dims { head_dim: 513, ..good }), "head_dim");
-        assert_eq!(name(Dims { value_dim: 0, ..good }), "value_dim");
-        assert_eq!(name(Dims { q_len: usize::MAX, ..good }), "q_len");
-        assert_eq!(name(Dims { kv_len: 1 << 60, ..good }), "kv_len");
-        // batch · heads overflows although the tensors have no rows
-        assert_eq!(
-            name(Dims { batch: 1 << 40, q_heads: 1 << 40, q_len: 0, kv_len: 0, ..good }),
-            "batch"
-        );
-    }
-}

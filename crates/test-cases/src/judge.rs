@@ -76,12 +76,6 @@ impl Judge {
     pub fn check(&self, got: &Answer) -> Result<(), String> {
         got.compare(&self.want, |name| self.bound(name))
     }
-
-    /// Compares two answers to the same case, each of which may have the error that the rule
-    /// allows.
-    pub fn check_equal(&self, got: &Answer, want: &Answer) -> Result<(), String> {
-        got.compare(want, |name| 2.0 * self.bound(name))
-    }
 }
 
 /// Plain computations of nearby inputs are repeated until every array has this many errors: enough
