@@ -306,6 +306,23 @@ mod tests {
     use crate::simd::{dispatch::IsaToken, isa::Isa};
 
     #[test]
+    fn tasks_give_all_threads_about_equal_work() {
+        let token = IsaToken::new(Isa::Portable).unwrap();
+        for (planes, threads, len) in [(1, 2, 2048), (1, 7, 2048), (3, 4, 777), (8, 3, 64)] {
+            let spec = Spec::new(Dims::new(1, len, planes, 64), DType::F32);
+            let split = KvSplit::new(&spec, &Geometry::new::<f32>(&spec, token), threads, len);
+            let mut tiles = vec![0; threads];
+            for (_, _, keys) in split.tasks() {
+                // the least loaded thread takes the next task
+                *tiles.iter_mut().min().unwrap() += keys.len().div_ceil(TILE);
+            }
+            let most = tiles.iter().max().copied().unwrap();
+            let even = tiles.iter().sum::<usize>().div_ceil(threads);
+            assert!(most <= even + 1, "{planes} planes, {threads} threads: {tiles:?}");
+        }
+    }
+
+    #[test]
     fn a_bias_shared_by_heads_and_keys_is_split_alike_for_any_thread_count() {
         let token = IsaToken::new(Isa::Portable).unwrap();
         let spec =

@@ -152,3 +152,48 @@ impl<A: Real> SimdKernel<A> for ExpandKeepBits<'_, A> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::Dropout;
+
+    use super::*;
+    use crate::simd::isa::Isa;
+
+    #[test]
+    fn keep_bits_equal_those_of_the_dropout_mask() {
+        let mask = DropoutMask::new(Dropout { probability: 0.4, seed: 0x0123_4567_89ab_cdef });
+        let queries = [0, 1, 7, 4_294_967_295, 4_294_967_296, 99_999_999_999];
+        let runs = [
+            (0u64, 64usize),
+            (64, 64),
+            (3, 64),
+            (5, 61),
+            (6, 1),
+            (17_179_869_150, 64),
+            (1 << 40, 33),
+        ];
+        let mut lists: Vec<Vec<u64>> =
+            runs.iter().map(|&(first, count)| (first..).take(count).collect()).collect();
+        lists.extend([(0..64).map(|j| 3 * j + 1).collect(), vec![9, 8, 2], Vec::new()]);
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            for keys in &lists {
+                let mut words = [!0; TILE];
+                keep_bits(
+                    IsaToken::new(isa).unwrap(),
+                    &mask,
+                    (3, 2, 5),
+                    &queries,
+                    keys,
+                    &mut words,
+                );
+                for (word, &i) in words.iter().zip(&queries) {
+                    for bit in 0..TILE {
+                        let want = keys.get(bit).is_some_and(|&j| mask.keep(3, 2, 5, i, j));
+                        assert_eq!(word >> bit & 1 != 0, want, "{isa} {i} {keys:?} {bit}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -278,6 +278,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn row_ranges_hold_the_visible_rows_of_each_vector() {
+        let causal = std::array::from_fn(|key| !0u64 << key);
+        let of = |words, rows, lanes: usize, width| {
+            let whole = TileMask { words, rows, full: false, row_ranges: None };
+            let mut strip = TileMask::default();
+            assert!(whole.strip(&(64..64 + lanes), width, &mut strip));
+            strip.row_ranges()
+        };
+        let row_ranges = of(causal, 0..TILE, 64, 16).unwrap();
+        assert_eq!(row_ranges, [0..16, 0..32, 0..48, 0..64]);
+        assert_eq!(of(causal, 0..TILE, 16, 8).unwrap()[..2], [0..8, 0..16]);
+        assert_eq!(of(causal, 0..TILE, 13, 8).unwrap()[..2], [0..8, 0..13]);
+        assert!(of(causal, 0..TILE, 16, 16).is_none());
+        let one_vector = std::array::from_fn(|key| causal[key] & 0xff << 16);
+        assert_eq!(of(one_vector, 3..24, 64, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
+        assert!(of([0x8000_8000_8000_8000; TILE], 5..9, 64, 16).is_none());
+    }
+
+    #[test]
     fn masks_are_cached_until_the_cache_is_cleared() {
         let mut mask_cache = TileMaskCache::new();
         let mut classified = 0;
