@@ -52,15 +52,9 @@ const GENERAL_HEADERS: [Header; 15] = [
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
-/// Headers of the program of AMD GPUs.
-const PLAIN_HEADERS: [Header; 14] = [
-    HEADERS[0],
+/// Further headers of the program of AMD GPUs.
+const PLAIN_HEADERS: [Header; 8] = [
     ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
-    HEADERS[2],
-    HEADERS[3],
-    HEADERS[4],
-    HEADERS[5],
-    HEADERS[6],
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
     ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
@@ -112,9 +106,10 @@ pub fn compile(
     target: &str,
 ) -> Result<Image> {
     let (main, headers): (Header, Vec<Header>) = match variant.family {
-        Family::General if kind == ImageKind::CodeObject => {
-            (("plain.hip", include_str!("../kernels/plain.hip")), PLAIN_HEADERS.to_vec())
-        }
+        Family::General if kind == ImageKind::CodeObject => (
+            ("plain.hip", include_str!("../kernels/plain.hip")),
+            [&HEADERS[..], &PLAIN_HEADERS].concat(),
+        ),
         Family::General => (
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
             [&HEADERS[..], &GENERAL_HEADERS].concat(),

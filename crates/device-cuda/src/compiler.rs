@@ -241,8 +241,12 @@ impl Compiler {
         let log = owned.read("nvrtcGetProgramLog", symbols.log_size, symbols.log)?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
         if compiled != CompilerStatus::SUCCESS {
-            let name = symbols.api.function("nvrtcCompileProgram");
-            return Err(Error::Device { what: format!("{name}: {compiled:?}: {}", log.trim()) });
+            return Err(compiler_error(
+                symbols.api,
+                "nvrtcCompileProgram",
+                compiled,
+                &format!(": {}", log.trim()),
+            ));
         }
         let bytes = match kind {
             ImageKind::CodeObject => {
@@ -287,10 +291,18 @@ impl Drop for OwnedProgram<'_> {
 }
 
 fn check(api: Api, name: &str, result: CompilerStatus) -> Result<()> {
-    if result == CompilerStatus::SUCCESS { Ok(()) } else { Err(compiler_error(api, name, result)) }
+    if result == CompilerStatus::SUCCESS {
+        Ok(())
+    } else {
+        Err(compiler_error(api, name, result, ""))
+    }
 }
 
 /// Converts a failed call of NVRTC's function `name`, or of hipRTC's, to an error.
-fn compiler_error(api: Api, name: &str, error: CompilerStatus) -> Error {
-    Error::Device { what: format!("{}: {error:?}", api.function(name)) }
+fn compiler_error(api: Api, name: &str, error: CompilerStatus, log: &str) -> Error {
+    let mut text = format!("{error:?}");
+    if api == Api::Hip {
+        text = text.replace("NVRTC", "HIPRTC");
+    }
+    Error::Device { what: format!("{}: {text}{log}", api.function(name)) }
 }

@@ -201,9 +201,10 @@ pub(crate) const NO_TIMING: c_uint = 2;
 /// Converts a failed call of CUDA's function `name`, or of HIP's, to an error.
 pub(crate) fn driver_error(api: Api, name: &str, error: Status) -> Error {
     let name = api.function(name);
-    let what = match api {
-        Api::Cuda => format!("{name}: {error:?}"),
-        Api::Hip => format!("{name}: {error:?} (HIP's error {})", error.0),
+    let text = format!("{error:?}");
+    let what = match (api, text.strip_prefix("CUDA_ERROR_")) {
+        (Api::Hip, Some(text)) => format!("{name}: error {}, {text}", error.0),
+        _ => format!("{name}: {text}"),
     };
     Error::Device { what }
 }
