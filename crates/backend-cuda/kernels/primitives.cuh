@@ -1,6 +1,6 @@
 // Device primitives: threads, barriers, shuffles, shared memory, PTX instructions, math functions.
-// Kernels use CUDA through this header only. NVRTC compiles the CUDA side; hipRTC, with ANNULUS_AMD,
-// primitives_amd.h; a host compiler with ANNULUS_EMULATED compiles the host twin,
+// Kernels use CUDA through this header only. NVRTC compiles the CUDA side; hipRTC compiles
+// primitives_amd.h, with ANNULUS_AMD; a host compiler with ANNULUS_EMULATED compiles the host twin,
 // primitives_host.h, where one fiber emulates one thread.
 #pragma once
 

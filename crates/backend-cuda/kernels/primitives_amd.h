@@ -1,5 +1,5 @@
-// AMD side of primitives.cuh, for level plain: HIP C++ by hipRTC, or by clang alone. It uses builtins
-// of the compiler and functions of ROCm's device library, and no HIP header.
+// AMD side of primitives.cuh, for level plain: HIP C++ by hipRTC, or by clang alone. It uses
+// builtins of the compiler and functions of ROCm's device library, and no HIP header.
 //
 // The kernels shuffle within 32 lanes, their warp. A wave of 64 lanes holds two warps, which may
 // diverge: a lane reads lanes of its own warp only, and all of these take part.
@@ -21,9 +21,9 @@
 #define NOT_UNROLLED _Pragma("unroll 1")
 
 // `blocks` is not used: shared memory admits one block of 256 threads a compute unit.
-#define KERNEL_OF(threads, blocks, name, Arguments)                                               \
-    extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(threads, threads))) name( \
-        const Arguments a)
+#define KERNEL_OF(threads, blocks, name, Arguments)                                         \
+    extern "C" __global__ __attribute__((amdgpu_flat_work_group_size(threads, threads))) void \
+        name(const Arguments a)
 #define KERNEL(name, Arguments) KERNEL_OF(THREADS, 1, name, Arguments)
 
 #define SHARED(type, name, count) __shared__ __attribute__((aligned(16))) type name[count]
@@ -33,8 +33,9 @@ DEVICE u32 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE u32 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
 DEVICE u32 block_z() { return __builtin_amdgcn_workgroup_id_z(); }
 
-// Fields of the kernel's dispatch packet (HSA runtime specification, `hsa_kernel_dispatch_packet_t`),
-// which is the same in every version of the code object; the grid counts threads.
+// Fields of the kernel's dispatch packet (HSA runtime specification,
+// `hsa_kernel_dispatch_packet_t`), which is the same in every version of the code object; the grid
+// counts threads.
 typedef __attribute__((address_space(4))) const u16 ConstantU16;
 typedef __attribute__((address_space(4))) const u32 ConstantU32;
 DEVICE u32 dispatched_blocks(u32 axis) {

@@ -33,7 +33,7 @@ use cudarc::{
 
 use crate::{
     Api, CompilerStatus, CompilerSymbols, Status, Symbols,
-    symbols::{missing, open, table},
+    symbols::{function, missing, open, table},
 };
 
 table! {
@@ -151,7 +151,11 @@ pub(crate) fn symbols() -> Result<Symbols> {
 /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
 pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
     let names = ["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
-    let older = || library("libamdhip64.so", &["libamdhip64.so.5"]);
+    // SAFETY: the pointer is not called.
+    let has_compiler = |library: &&'static libloading::Library| unsafe {
+        function::<unsafe extern "C" fn()>(library, "HIP", "hiprtcVersion").is_ok()
+    };
+    let older = || library("libamdhip64.so", &["libamdhip64.so.5"]).filter(has_compiler);
     let library = library("libhiprtc.so", &names)
         .or_else(older)
         .ok_or_else(|| missing("HIP", "no run-time compiler (libhiprtc.so was not found)"))?;
