@@ -37,7 +37,7 @@ DOCUMENTS = {
 }
 """Element type and axes of the arrays of a batch by which a layout or a strategy is chosen."""
 ROUTES = ("relay_up", "relay_down", "direct", "rails_up", "rails_down", "once_per_node")
-BACKEND_NAMES = ("cpu", "wgpu", "cuda")
+BACKEND_NAMES = ("cpu", "wgpu", "cuda", "hip")
 _COUNT = "[1-9][0-9]{0,8}"
 STRATEGIES = re.compile(
     f"ring|auto|heads:{_COUNT}|grid:{_COUNT}(x{_COUNT}){{1,2}}|once-per-node(:{_COUNT})?"

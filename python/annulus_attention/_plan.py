@@ -106,10 +106,10 @@ class Plan:
             ``[batch, kv_len]``. Only the choice depends on them: ``update`` is given this rank's
             part, and other batches are computed correctly. Only with ``auto``. Default: chosen by
             the mask alone.
-        backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64)
-            or ``cuda`` (NVIDIA GPUs), if the package was built with it. Tensors are in host memory
-            on each, unless ``stream`` is given. A GPU stays open until the process ends, and all
-            plans share it. Default: cpu.
+        backend: What computes: ``cpu``, ``wgpu`` (a GPU through Vulkan, Metal or DX12; no float64),
+            ``cuda`` (NVIDIA GPUs) or ``hip`` (AMD GPUs), if the package was built with it. Tensors
+            are in host memory on each, unless ``stream`` is given. A GPU stays open until the
+            process ends, and all plans share it. Default: cpu.
         device: Number of the GPU, as the command ``annulus doctor`` lists them. Default: the GPUs
             of a node, round robin over its ranks; with ``wgpu`` the first and those of its kind.
         receive_ahead: Ring steps by which a rank posts the receive of a block ahead of the step

@@ -493,7 +493,7 @@ static HOME: HomeProcess = HomeProcess::unused();
 /// so of torch, JAX and CuPy.
 fn borrowed_stream(number: usize, stream: usize) -> Result<Stream> {
     HOME.check("a GPU")?;
-    let symbols = Symbols::system()?;
+    let symbols = Symbols::system(Api::Cuda)?;
     HOME.note();
     let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
     let opened = match gpus.entry(number) {

@@ -342,7 +342,7 @@ def test_a_cache_takes_the_backend(on_gpu: annulus.Plan) -> None:
 
 def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
     assert annulus.BACKENDS[0] == "cpu"
-    for name in ("wgpu", "cuda"):
+    for name in ("wgpu", "cuda", "hip"):
         # a number that no machine has, or a build without it, or a machine without a driver
         with pytest.raises(annulus.Error, match=f"{name}|device"):
             windowed(backend=name, device=99)

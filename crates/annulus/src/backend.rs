@@ -8,6 +8,8 @@ use annulus_core::{Error, Host, Result, Transport};
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]
 pub use annulus_cuda as cuda;
+#[cfg(feature = "cuda")]
+use annulus_cuda::device::Api;
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 
@@ -25,18 +27,29 @@ pub enum BackendName {
     Wgpu,
     /// An NVIDIA GPU (feature `cuda`).
     Cuda,
+    /// An AMD GPU through HIP (feature `cuda`): the kernels of CUDA's level `plain`.
+    Hip,
 }
 
 impl BackendName {
     /// All names, in the order of the constants of the C interface.
-    pub const ALL: [Self; 3] = [Self::Cpu, Self::Wgpu, Self::Cuda];
+    pub const ALL: [Self; 4] = [Self::Cpu, Self::Wgpu, Self::Cuda, Self::Hip];
 
-    /// Returns the name in lower case: `cpu`, `wgpu`, `cuda`.
+    /// Returns the name in lower case: `cpu`, `wgpu`, `cuda`, `hip`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
             Self::Wgpu => "wgpu",
             Self::Cuda => "cuda",
+            Self::Hip => "hip",
+        }
+    }
+
+    /// Returns the feature of the build that adds the backend: CUDA's adds both of its interfaces.
+    pub const fn feature(self) -> &'static str {
+        match self {
+            Self::Hip => "cuda",
+            other => other.name(),
         }
     }
 
@@ -45,7 +58,7 @@ impl BackendName {
         match self {
             Self::Cpu => true,
             Self::Wgpu => cfg!(feature = "wgpu"),
-            Self::Cuda => cfg!(feature = "cuda"),
+            Self::Cuda | Self::Hip => cfg!(feature = "cuda"),
         }
     }
 
@@ -55,7 +68,11 @@ impl BackendName {
             Self::ALL.into_iter().filter(|name| name.is_built()).map(Self::name).collect();
         Error::unsupported(
             format!("backend {self}"),
-            format!("this build, which has: {}; the feature {self} adds it", built.join(", ")),
+            format!(
+                "this build, which has: {}; the feature {} adds it",
+                built.join(", "),
+                self.feature()
+            ),
         )
     }
 }
@@ -75,7 +92,7 @@ impl FromStr for BackendName {
     /// [`Error::InvalidArgument`] naming `backend`.
     fn from_str(text: &str) -> Result<Self> {
         let named = Self::ALL.into_iter().find(|name| name.name() == text);
-        named.ok_or_else(|| Error::invalid("backend", text, "cpu, wgpu or cuda"))
+        named.ok_or_else(|| Error::invalid("backend", text, "cpu, wgpu, cuda or hip"))
     }
 }
 
@@ -140,7 +157,11 @@ impl AnyBackend {
             }
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device, 0) => {
-                Ok(Self(Opened::Cuda(std::sync::Arc::new(CudaDevices::find(device)?))))
+                Ok(Self(Opened::Cuda(std::sync::Arc::new(CudaDevices::find(Api::Cuda, device)?))))
+            }
+            #[cfg(feature = "cuda")]
+            (BackendName::Hip, device, 0) => {
+                Ok(Self(Opened::Cuda(std::sync::Arc::new(CudaDevices::find(Api::Hip, device)?))))
             }
             #[cfg(not(all(feature = "wgpu", feature = "cuda")))]
             (name, ..) => Err(name.missing()),
@@ -148,13 +169,16 @@ impl AnyBackend {
     }
 
     /// Returns the name.
-    pub const fn name(&self) -> BackendName {
+    pub fn name(&self) -> BackendName {
         match &self.0 {
             Opened::Cpu(_) => BackendName::Cpu,
             #[cfg(feature = "wgpu")]
             Opened::Wgpu(_) => BackendName::Wgpu,
             #[cfg(feature = "cuda")]
-            Opened::Cuda(_) => BackendName::Cuda,
+            Opened::Cuda(devices) => match devices.api() {
+                Api::Cuda => BackendName::Cuda,
+                Api::Hip => BackendName::Hip,
+            },
         }
     }
 }

@@ -14,6 +14,8 @@ use std::{
 
 use annulus_comm::Staged;
 use annulus_core::{Backend, Host, OnHost, Process, Result, Transport};
+#[cfg(feature = "cuda")]
+use annulus_cuda::device::Api;
 
 /// A backend and the transport of its blocks, as [`crate::Plan::new`] takes them.
 pub type Rank<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
@@ -123,11 +125,12 @@ impl WgpuDevices {
     }
 }
 
-/// NVIDIA GPUs of this process, each opened when its first rank needs it. Ranks on one GPU share
+/// GPUs of NVIDIA or of AMD of this process, each opened when its first rank needs it. Ranks on one GPU share
 /// its stream and its kernels.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
 pub struct CudaDevices {
+    api: Api,
     device: Option<usize>,
     count: usize,
     opened: OpenedDevices<annulus_cuda::Cuda>,
@@ -141,10 +144,15 @@ impl CudaDevices {
     /// # Errors
     /// [`crate::Error::Unsupported`] without a driver or a GPU that is new enough;
     /// [`crate::Error::InvalidArgument`] for a number that no GPU has.
-    pub fn find(device: Option<usize>) -> Result<Self> {
-        let count = annulus_cuda::device::Device::count()?;
-        device.map_or(Ok(()), annulus_cuda::device::Device::check)?;
-        Ok(Self { device, count, opened: OpenedDevices::new() })
+    pub fn find(api: Api, device: Option<usize>) -> Result<Self> {
+        let count = annulus_cuda::device::Device::count(api)?;
+        device.map_or(Ok(()), |device| annulus_cuda::device::Device::check(api, device))?;
+        Ok(Self { api, device, count, opened: OpenedDevices::new() })
+    }
+
+    /// Returns the interface of the GPUs' driver.
+    pub const fn api(&self) -> Api {
+        self.api
     }
 
     /// Returns the number of visible GPUs.
@@ -157,7 +165,11 @@ impl CudaDevices {
     /// # Errors
     /// As [`annulus_cuda::Cuda::open`]; [`crate::Error::InvalidArgument`] in a forked child.
     pub fn get(&self, number: usize) -> Result<annulus_cuda::Cuda> {
-        self.opened.get(number, || annulus_cuda::Cuda::open(number))
+        let open = match self.api {
+            Api::Cuda => annulus_cuda::Cuda::open,
+            Api::Hip => annulus_cuda::Cuda::open_hip,
+        };
+        self.opened.get(number, || open(number))
     }
 
     /// Returns the GPU of the rank at this end of `transport`.
@@ -178,7 +190,7 @@ fn index_on_node(rank: usize, nodes: Option<&[usize]>) -> usize {
     })
 }
 
-/// Creates a rank on an NVIDIA GPU whose blocks are staged through pinned host memory.
+/// Creates a rank on a GPU whose blocks are staged through pinned host memory.
 ///
 /// # Errors
 /// [`crate::Error::Device`], [`crate::Error::OutOfMemory`].
@@ -210,8 +222,8 @@ pub fn cuda_rank_over_nccl<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(nccl)))
 }
 
-/// Creates a rank on an NVIDIA GPU over MPI. Returns true beside it if MPI reads and writes device
-/// memory; [`annulus_comm::mpi::GpuAwareness`] decides that.
+/// Creates a rank on a GPU over MPI. Returns true beside it if MPI reads and writes device
+/// memory; [`annulus_comm::mpi::GpuAwareness`] decides that, except on AMD GPUs, whose blocks are staged.
 ///
 /// # Errors
 /// As [`annulus_comm::mpi::DeviceMpi::new`] and [`annulus_comm::mpi::GpuAwareness::decides`].
@@ -221,14 +233,16 @@ pub fn cuda_rank_over_mpi(
     transport: annulus_comm::mpi::Mpi,
 ) -> Result<(Rank<OnHost<annulus_cuda::Cuda>>, bool)> {
     use annulus_comm::mpi::{DeviceMpi, GpuAwareness};
-    if !GpuAwareness::of_library().decides()? {
+    // whether MPI takes memory of AMD GPUs has not been tried
+    let is_staged = cuda.stream().device().api() == Api::Hip;
+    if is_staged || !GpuAwareness::of_library().decides()? {
         return Ok((cuda_rank(cuda, transport)?, false));
     }
     let device = DeviceMpi::new(transport, cuda.stream().device())?;
     Ok(((cuda.on_host(), Box::new(device)), true))
 }
 
-/// Creates a rank on an NVIDIA GPU over any host transport, over MPI by [`cuda_rank_over_mpi`].
+/// Creates a rank on a GPU over any host transport, over MPI by [`cuda_rank_over_mpi`].
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda_rank_over<T: Transport<Host> + 'static>(
     cuda: annulus_cuda::Cuda,

@@ -1,6 +1,7 @@
 // Device primitives: threads, barriers, shuffles, shared memory, PTX instructions, math functions.
-// Kernels use CUDA through this header only. NVRTC compiles the CUDA side; a host compiler with
-// ANNULUS_EMULATED compiles the host twin, primitives_host.h, where one fiber emulates one thread.
+// Kernels use CUDA through this header only. NVRTC compiles the CUDA side; hipRTC compiles
+// primitives_amd.h, with ANNULUS_AMD; a host compiler with ANNULUS_EMULATED compiles the host twin,
+// primitives_host.h, where one fiber emulates one thread.
 #pragma once
 
 typedef unsigned char u8;
@@ -17,6 +18,8 @@ typedef long long i64;
 
 #ifdef ANNULUS_EMULATED
 #include "primitives_host.h"
+#elif defined(ANNULUS_AMD)
+#include "primitives_amd.h"
 #else
 
 #define DEVICE __device__ __forceinline__

@@ -37,6 +37,12 @@ namespace emulated {
 namespace {
 
 const u32 WARP = 32;
+// Threads that run together: a warp, or a wave of two warps.
+#ifdef ANNULUS_AMD
+const u32 WAVE = 64;
+#else
+const u32 WAVE = WARP;
+#endif
 // Enough for a kernel's local arrays (accumulators of 256 dims) with every call inlined.
 const size_t STACK_BYTES = 64 * 1024;
 // Distance of two stacks: with an odd number of cache lines (64 bytes) more, equal parts of the
@@ -116,7 +122,7 @@ struct Block {
     u64 changes;
     // fibers that have not ended, and the order in which they run
     u32 alive;
-    std::vector<u32> warps_order, lanes_order;
+    std::vector<u32> waves_order, lanes_order;
     // the blocks that run at the same time, this one among them
     std::shared_ptr<AsyncUnits> async_units;
 };
@@ -415,8 +421,8 @@ inline void start_block(Block& block, const u32 (&index)[3]) {
     block.changes = 0;
     block.alive = block.threads;
     init_async_units(block);
-    block.warps_order = shuffled(block.threads / WARP, *block.seed);
-    block.lanes_order = shuffled(WARP, *block.seed);
+    block.waves_order = shuffled(block.threads / WAVE, *block.seed);
+    block.lanes_order = shuffled(WAVE, *block.seed);
 }
 
 // Resumes every fiber of a block until all of them wait or have ended; if none could run, completes
@@ -426,15 +432,15 @@ inline bool run_round(Block& block) {
     current() = &block;
     for (Fiber& fiber : block.fibers)
         if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
-    // each warp runs ahead of the others as far as barriers allow
-    for (u32 warp : block.warps_order)
+    // each wave runs ahead of the others as far as barriers allow
+    for (u32 wave : block.waves_order)
         for (bool ahead = true; ahead;) {
             ahead = false;
             for (u32 lane : block.lanes_order) {
-                Fiber& fiber = block.fibers[warp * WARP + lane];
+                Fiber& fiber = block.fibers[wave * WAVE + lane];
                 bool changed = fiber.wait == Wait::change && fiber.changes_seen != block.changes;
                 if (fiber.done || (fiber.wait != Wait::nothing && !changed)) continue;
-                resume(block, warp * WARP + lane);
+                resume(block, wave * WAVE + lane);
                 moved = ahead = true;
                 block.alive -= fiber.done;
             }
@@ -509,7 +515,7 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const v
 }
 
 #define KERNEL_OF(threads, blocks, name, Arguments)                        \
-    static_assert((threads) <= THREADS && (threads) % emulated::WARP == 0, \
+    static_assert((threads) <= THREADS && (threads) % emulated::WAVE == 0, \
                   "whole warps of a block's fibers");                      \
     static void name##_of_thread(const Arguments& a);                      \
     extern "C" void name(const void* arguments) {                          \

@@ -12,7 +12,8 @@ use annulus_core::{
     Result, Spec, Tick, View, Workspace, index, memory,
 };
 use annulus_device_cuda::{
-    Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, ImageCache, Stream, Symbols,
+    Api, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, ImageCache, Stream,
+    Symbols,
 };
 
 use crate::{
@@ -23,10 +24,10 @@ use crate::{
     kernels::{Kernels, SourceEdit, THREADS, VariantKernels},
     pass_context::{PassContext, slopes},
     state::{BackwardState, ForwardState, StateSizes, grow},
-    variant::Variant,
+    variant::{Variant, backend_name},
 };
 
-/// Attention backend on one NVIDIA GPU.
+/// Attention backend on one GPU: of NVIDIA by CUDA, of AMD by HIP.
 ///
 /// # Examples
 /// ```
@@ -64,9 +65,21 @@ impl Cuda {
     /// capability 8.0, the compiler or its support for the GPU, or a requirement of the level;
     /// [`annulus_core::Error::InvalidArgument`] as [`Level::forced`].
     pub fn open(ordinal: usize) -> Result<Self> {
+        Self::open_with(Api::Cuda, ordinal)
+    }
+
+    /// As [`Cuda::open`], on an AMD GPU by HIP and hipRTC, at [`Level::Plain`].
+    ///
+    /// # Errors
+    /// As [`Cuda::open`], of HIP.
+    pub fn open_hip(ordinal: usize) -> Result<Self> {
+        Self::open_with(Api::Hip, ordinal)
+    }
+
+    fn open_with(api: Api, ordinal: usize) -> Result<Self> {
         let made = Self::with_symbols(
-            Symbols::system(),
-            CompilerSymbols::system,
+            Symbols::system(api),
+            || CompilerSymbols::system(api),
             ImageCache::of_user(),
             ordinal,
         )?;
@@ -79,8 +92,9 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::open`].
     pub fn on_stream(stream: Stream) -> Result<Self> {
-        let compiler = compiler(CompilerSymbols::system, ImageCache::of_user())?;
-        compiler.target(stream.device().architecture())?;
+        let api = stream.device().api();
+        let compiler = compiler(api, || CompilerSymbols::system(api), ImageCache::of_user())?;
+        compiler.target(stream.device().gpu())?;
         let made = Self::on(stream, compiler);
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
@@ -98,8 +112,8 @@ impl Cuda {
         ordinal: usize,
     ) -> Result<Self> {
         let device = Device::with_symbols(driver?, ordinal)?;
-        let compiler = self::compiler(compiler, cache)?;
-        compiler.target(device.architecture())?;
+        let compiler = self::compiler(device.api(), compiler, cache)?;
+        compiler.target(device.gpu())?;
         Ok(Self::on(Stream::new(&device)?, compiler))
     }
 
@@ -224,13 +238,8 @@ impl Cuda {
 impl std::fmt::Display for Cuda {
     /// Writes GPU, compute capability, compiler and level.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (device, (major, minor)) = (self.stream.device(), self.compiler.version());
-        write!(
-            f,
-            "{}, compute capability {}, NVRTC {major}.{minor}",
-            device.name(),
-            device.architecture()
-        )?;
+        let device = self.stream.device();
+        write!(f, "{}, {}, {}", device.name(), device.gpu(), self.compiler.label())?;
         if self.compiler.is_cache_only() {
             write!(f, " (cached images only)")?;
         }
@@ -240,11 +249,13 @@ impl std::fmt::Display for Cuda {
 
 /// Returns the compiler, or one that finds images in the cache only.
 fn compiler(
+    api: Api,
     symbols: impl FnOnce() -> Result<CompilerSymbols>,
     cache: Option<ImageCache>,
 ) -> Result<Compiler> {
     match symbols() {
         Ok(symbols) => Compiler::with_symbols(symbols, cache),
+        Err(missing) if api == Api::Hip => Err(missing),
         Err(missing) => cache.and_then(Compiler::of_cache).ok_or(missing),
     }
 }
@@ -262,13 +273,12 @@ impl Backend for Cuda {
         spec.validate()?;
         slopes(spec)?;
         let variants = [Variant::of(spec)?, self.forward_variant(spec)?];
-        self.compiler.target(self.stream.device().architecture())?;
-        let version = self.compiler.version();
-        let level = self.level.name();
+        self.compiler.target(self.stream.device().gpu())?;
+        let (name, level) = (backend_name(self.stream.device().api()), self.level.name());
         Ok(Capabilities {
-            name: "cuda",
+            name,
             // e^x and tanh are implemented by the compiler's library
-            numerics_id: format!("cuda, NVRTC {version:?}, level {level}"),
+            numerics_id: format!("{name}, {}, level {level}", self.compiler.label()),
             probs_dtype: None,
             kv_tile: Variant::kv_tile(variants),
             reproducible: false,

@@ -52,6 +52,18 @@ const GENERAL_HEADERS: [Header; 15] = [
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
+/// Further headers of the program of AMD GPUs.
+const PLAIN_HEADERS: [Header; 8] = [
+    ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
+    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
+    ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
+    ("backward.cuh", include_str!("../kernels/backward.cuh")),
+    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
+    ("records.cuh", include_str!("../kernels/records.cuh")),
+];
+
 /// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
 const WARPGROUP_HEADERS: [Header; 4] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
@@ -94,6 +106,10 @@ pub fn compile(
     target: &str,
 ) -> Result<Image> {
     let (main, headers): (Header, Vec<Header>) = match variant.family {
+        Family::General if kind == ImageKind::CodeObject => (
+            ("plain.hip", include_str!("../kernels/plain.hip")),
+            [&HEADERS[..], &PLAIN_HEADERS].concat(),
+        ),
         Family::General => (
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
             [&HEADERS[..], &GENERAL_HEADERS].concat(),
@@ -135,7 +151,7 @@ impl VariantKernels {
         variant: Variant,
         edit: Option<SourceEdit>,
     ) -> Result<Self> {
-        let (kind, target) = compiler.target(device.architecture())?;
+        let (kind, target) = compiler.target(device.gpu())?;
         let module = Module::load(device, &compile(compiler, variant, edit, kind, &target)?)?;
         let kernel = |name| {
             let kernel = module.kernel(name)?;
@@ -147,7 +163,11 @@ impl VariantKernels {
                 },
             ))
         };
-        let kernels = variant.kernels().into_iter().map(kernel).collect::<Result<_>>()?;
+        let names = match kind {
+            ImageKind::CodeObject => Variant::PLAIN_KERNELS.to_vec(),
+            ImageKind::Cubin | ImageKind::Ptx => variant.kernels(),
+        };
+        let kernels = names.into_iter().map(kernel).collect::<Result<_>>()?;
         Ok(Self { variant, kernels })
     }
 

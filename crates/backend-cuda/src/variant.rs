@@ -6,7 +6,7 @@
 use std::ffi::OsStr;
 
 use annulus_core::{DType, Error, Result, Spec};
-use annulus_device_cuda::{Architecture, Compiler, Device, ImageKind};
+use annulus_device_cuda::{Api, Architecture, Compiler, Device, ImageKind};
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
 /// `kernels/primitives.cuh`.
@@ -319,6 +319,9 @@ impl Variant {
         }
     }
 
+    /// Names of its kernels that need no matrix instructions: those of AMD GPUs.
+    pub(crate) const PLAIN_KERNELS: [&str; 15] = GENERAL_KERNELS;
+
     /// Names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
         match self.family {
@@ -342,14 +345,8 @@ impl Variant {
             DType::F16 => 3,
         };
         let define = |name: &str, value: usize| format!("-DANNULUS_{name}={value}");
-        // no implicit fused multiply-add: forward and backward must compute the same scores bit for
-        // bit
-        let mut options = vec![
-            "--fmad=false".into(),
-            define("DTYPE", dtype),
-            define("TILE", self.tile()[1]),
-            define("DIM", self.dim),
-        ];
+        let mut options =
+            vec![define("DTYPE", dtype), define("TILE", self.tile()[1]), define("DIM", self.dim)];
         if self.family != Family::General {
             options.push(define("CONSUMERS", self.consumers()));
         }
@@ -390,9 +387,9 @@ pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
 /// GPU features that the kernels for 16-bit elements use. f32 and f64 are the same at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// Scalar multiply-adds: any supported GPU.
+    /// Scalar multiply-adds: any supported GPU, and the only level of AMD GPUs.
     Plain,
-    /// Tensor cores by `mma.sync`, forward and backward: any supported GPU.
+    /// Tensor cores by `mma.sync`, forward and backward: any supported NVIDIA GPU.
     Matrix,
     /// Also forward and backward on warpgroups (`wgmma`, TMA): compute capability 9.0 only. What
     /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond
@@ -437,10 +434,9 @@ impl Level {
     /// Returns the highest level that the device and the compiler support: the level if none is
     /// requested. It was the fastest one on an H200 (`docs/cuda.md`).
     pub(crate) fn highest(device: &Device, compiler: &Compiler) -> Self {
-        match Self::Warpgroup.check(device, compiler) {
-            Ok(()) => Self::Warpgroup,
-            Err(_) => Self::Matrix,
-        }
+        let mut highest_first = Self::ALL.into_iter().rev();
+        let served = highest_first.find(|level| level.check(device, compiler).is_ok());
+        served.unwrap_or(Self::Plain)
     }
 
     /// Checks that the device and the compiler support the level.
@@ -448,21 +444,34 @@ impl Level {
     /// # Errors
     /// [`Error::Unsupported`]; as [`Compiler::target`].
     pub(crate) fn check(self, device: &Device, compiler: &Compiler) -> Result<()> {
-        if self < Self::Warpgroup {
+        let what = format!("{} level {}", backend_name(device.api()), self.name());
+        if self == Self::Plain {
             return Ok(());
         }
-        let what = format!("cuda level {}", self.name());
+        let Some(architecture) = device.gpu().architecture() else {
+            return Err(Error::unsupported(what, device.name()));
+        };
+        if self == Self::Matrix {
+            return Ok(());
+        }
         if !device.has_tensor_maps() {
             return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
         }
-        let architecture = device.architecture();
-        let (kind, _) = compiler.target(architecture)?;
+        let (kind, _) = compiler.target(device.gpu())?;
         // PTX for an older architecture has no wgmma or TMA
         if architecture != Architecture::HOPPER || kind != ImageKind::Cubin {
             let device = format!("{} (compute capability {architecture})", device.name());
             return Err(Error::unsupported(what, device));
         }
         Ok(())
+    }
+}
+
+/// Name of the backend on GPUs of an interface.
+pub(crate) const fn backend_name(api: Api) -> &'static str {
+    match api {
+        Api::Cuda => "cuda",
+        Api::Hip => "hip",
     }
 }
 

@@ -21,7 +21,7 @@ use std::{
 use annulus_core::{DType, Result};
 use annulus_cuda::{
     Family, Variant, compile,
-    device::{Architecture, Compiler, ImageCache, ImageKind},
+    device::{Api, Architecture, Compiler, ImageCache, ImageKind},
 };
 
 const ARCHITECTURES: [(i32, i32); 4] = [(8, 0), (8, 6), (8, 9), (9, 0)];
@@ -59,7 +59,7 @@ fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
 
 /// Returns one variant's line of the table.
 fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Result<String> {
-    let (kind, target) = compiler.target(architecture)?;
+    let (kind, target) = compiler.target(&architecture.into())?;
     assert_eq!(kind, ImageKind::Cubin, "{target}");
     let image = compile(compiler, variant, None, kind, &target)?;
     assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant}");
@@ -105,7 +105,7 @@ fn sources(every: &[((i32, i32), Variant)]) -> std::io::Result<String> {
 fn variants_compile_for_every_architecture_as_recorded() {
     let cache =
         ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("compiled-kernels"));
-    let compiler = Compiler::new(Some(cache)).unwrap();
+    let compiler = Compiler::new(Api::Cuda, Some(cache)).unwrap();
     let on = |&(major, minor): &(i32, i32)| {
         Variant::all_on(Architecture { major, minor }).map(move |variant| ((major, minor), variant))
     };

@@ -155,7 +155,7 @@ fn keys_past_two_to_the_31_elements_are_attended_to() {
 /// refused.
 fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
     let cuda = open().map_err(|error| error.to_string())?;
-    if cuda.stream().device().architecture() == Architecture::HOPPER {
+    if cuda.stream().device().gpu().architecture() == Some(Architecture::HOPPER) {
         let make = || open()?.at_level(Level::Warpgroup);
         return holds(&OnMultiplesOfEight(common::staged(
             "cuda on warpgroups over staged threads",

@@ -103,6 +103,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CPU = 0
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_WGPU = 1
   integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_CUDA = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKEND_HIP = 3
   ! options.toml: end
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2

@@ -213,7 +213,7 @@ mod on_device {
         if crate::options::is_emulated() {
             return Ok(annulus_cuda_emulator::symbols());
         }
-        Symbols::system()
+        Symbols::system(device::Api::Cuda)
     }
 
     #[cfg(feature = "nccl")]

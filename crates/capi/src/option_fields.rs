@@ -91,6 +91,8 @@ pub const ANNULUS_BACKEND_CPU: i32 = 0;
 pub const ANNULUS_BACKEND_WGPU: i32 = 1;
 /// NVIDIA GPUs.
 pub const ANNULUS_BACKEND_CUDA: i32 = 2;
+/// AMD GPUs.
+pub const ANNULUS_BACKEND_HIP: i32 = 3;
 
 /// Values of `alignment`.
 const ALIGNMENTS: [Alignment; 2] = [Alignment::TopLeft, Alignment::BottomRight];
@@ -229,8 +231,8 @@ pub struct annulus_options {
     /// times a power of two. With plans it must be 0. Default: 0, which is 64, or 256 in the
     /// reproducible order.
     pub page_rows: i64,
-    /// What computes: ANNULUS_BACKEND_CPU (default), WGPU or CUDA. Tensors are in host memory on
-    /// each, unless annulus_attention_set_cuda_stream is called. The plans share the GPU.
+    /// What computes: ANNULUS_BACKEND_CPU (default), WGPU, CUDA or HIP. Tensors are in host memory
+    /// on each, unless annulus_attention_set_cuda_stream is called. The plans share the GPU.
     /// annulus_attention_create refuses a backend that the library (annulus_features) or the
     /// machine does not have.
     pub backend: i32,

@@ -17,8 +17,8 @@ use std::{
 use annulus::{
     Attention, Batch, DType, Dims, Result,
     backend::cuda::device::{
-        CudaTensor, Device, Stream,
-        cudarc::driver::sys::{CUcontext, CUresult, CUstream},
+        CudaTensor, Device, Status, Stream,
+        cudarc::driver::sys::{CUcontext, CUstream},
         nccl::{RawCommunicator, UniqueId},
     },
     comm::threads::{Threads, each_rank, ring},
@@ -52,9 +52,9 @@ impl Gpu {
         // SAFETY: pointers to locals; context and stream outlive everything made of them
         unsafe {
             let retained = (symbols.context_retain)(&raw mut context, ordinal as c_int);
-            assert_eq!(retained, CUresult::CUDA_SUCCESS);
-            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
-            assert_eq!((symbols.stream_create)(&raw mut handle, 1), CUresult::CUDA_SUCCESS);
+            assert_eq!(retained, Status::SUCCESS);
+            assert_eq!((symbols.context_set)(context), Status::SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut handle, 1), Status::SUCCESS);
             let device = Device::borrowed(symbols, ordinal, context).unwrap();
             Self { ordinal, context, handle, stream: Stream::borrowed(&device, handle) }
         }

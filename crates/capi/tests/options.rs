@@ -741,8 +741,12 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
         assert!(why.starts_with(text), "{why}");
     }
-    for (name, backend) in [("wgpu", ANNULUS_BACKEND_WGPU), ("cuda", ANNULUS_BACKEND_CUDA)] {
-        let is_built = annulus_feature_names().any(|feature| feature == name);
+    for (name, feature, backend) in [
+        ("wgpu", "wgpu", ANNULUS_BACKEND_WGPU),
+        ("cuda", "cuda", ANNULUS_BACKEND_CUDA),
+        ("hip", "cuda", ANNULUS_BACKEND_HIP),
+    ] {
+        let is_built = annulus_feature_names().any(|built| built == feature);
         let (status, why) = refusal(&|o| (o.backend, o.threads) = (backend, 2));
         if is_built {
             assert_eq!(status, ANNULUS_INVALID_ARGUMENT, "{why}");

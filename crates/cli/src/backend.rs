@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "cuda")]
+use annulus::backend::cuda::device::Api;
 use annulus::{
     Attention, Cache, CacheShape, Dims, Plan, Runtime, Setup,
     backend::{BackendName, Cpu},
@@ -68,20 +70,20 @@ pub(crate) enum BackendChoice {
     /// One GPU or several equal ones, shared by the ranks of this process.
     #[cfg(feature = "wgpu")]
     Wgpu(annulus::backend::WgpuDevices),
-    /// NVIDIA GPUs, shared by the ranks of this process.
+    /// GPUs of NVIDIA or of AMD, shared by the ranks of this process.
     #[cfg(feature = "cuda")]
     Cuda(Gpus),
 }
 
 impl BackendChoice {
     /// Name on the command line.
-    pub(crate) const fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
             #[cfg(feature = "wgpu")]
             Self::Wgpu(_) => "wgpu",
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => "cuda",
+            Self::Cuda(gpus) => gpus.name(),
         }
     }
 
@@ -128,7 +130,12 @@ impl BackendChoice {
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
             #[cfg(feature = "cuda")]
-            (BackendName::Cuda, device) => match Gpus::open(device, transport, deadline) {
+            (BackendName::Cuda | BackendName::Hip, device) => match Gpus::open(
+                if name == BackendName::Hip { Api::Hip } else { Api::Cuda },
+                device,
+                transport,
+                deadline,
+            ) {
                 Err(Failure::Library(error)) => Err(of_device(device, error).into()),
                 opened => opened.map(Self::Cuda),
             },
@@ -234,7 +241,8 @@ fn plan<B: Backend<Space: HostTensors>>(
 
 /// Error for a backend that this build does not have, with the command that builds it.
 fn not_in_this_build(backend: BackendName) -> Error {
-    let with = format!("`cargo build --release -p annulus-cli --features {backend}` adds it");
+    let with =
+        format!("`cargo build --release -p annulus-cli --features {}` adds it", backend.feature());
     Error::unsupported(
         format!("backend {backend}"),
         format!("this build, which has: {}; {with}", backends()),

@@ -1,10 +1,14 @@
-//! NVIDIA GPUs: assigns one to each rank, and chooses the transport of blocks between them.
+//! GPUs of NVIDIA and AMD: assigns one to each rank, and chooses the transport of blocks between them.
 
 use std::{sync::OnceLock, time::Duration};
 
 #[cfg(feature = "mpi")]
 use annulus::backend::cuda_rank_over_mpi;
-use annulus::backend::{CudaDevices, cuda::Cuda, cuda_rank};
+use annulus::backend::{
+    BackendName, CudaDevices,
+    cuda::{Cuda, device::Api},
+    cuda_rank,
+};
 #[cfg(feature = "nccl")]
 use annulus::{
     backend::{cuda::device::nccl::NcclSymbols, cuda_rank_over_nccl},
@@ -46,11 +50,12 @@ impl Gpus {
     /// capability, compiler or NCCL; [`annulus_core::Error::InvalidArgument`] if there are too few
     /// GPUs.
     pub(crate) fn open(
+        api: Api,
         first: Option<usize>,
         transport: TransportName,
         deadline: Duration,
     ) -> Outcome<Self> {
-        let devices = CudaDevices::find(first)?;
+        let devices = CudaDevices::find(api, first)?;
         // what is missing on this machine is an error before any file is read
         devices.get(first.unwrap_or(0))?;
         #[cfg(feature = "nccl")]
@@ -69,6 +74,14 @@ impl Gpus {
             deadline,
             link_in_use: OnceLock::new(),
         })
+    }
+
+    /// Name of the backend.
+    pub(crate) const fn name(&self) -> &'static str {
+        match self.devices.api() {
+            Api::Cuda => BackendName::Cuda.name(),
+            Api::Hip => BackendName::Hip.name(),
+        }
     }
 
     /// Creates the backend of a rank and the transport of its blocks.

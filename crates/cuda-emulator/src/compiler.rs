@@ -11,9 +11,9 @@ use std::{
     },
 };
 
-use annulus_device_cuda::cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
+use annulus_device_cuda::cudarc::nvrtc::sys::nvrtcProgram;
 
-use annulus_device_cuda::CompilerSymbols;
+use annulus_device_cuda::{Api, CompilerStatus, CompilerSymbols};
 
 use super::context::lock;
 
@@ -31,6 +31,7 @@ struct EmulatedProgram {
 /// Returns the emulated compiler, which supports compute capability 8.0.
 pub const fn compiler_symbols() -> CompilerSymbols {
     CompilerSymbols {
+        api: Api::Cuda,
         version,
         architecture_count,
         architectures,
@@ -51,6 +52,16 @@ pub const fn hopper_compiler_symbols() -> CompilerSymbols {
     CompilerSymbols { architectures: hopper_architectures, ..compiler_symbols() }
 }
 
+/// Returns the emulated compiler as hipRTC, which has no list of architectures.
+pub const fn hip_compiler_symbols() -> CompilerSymbols {
+    CompilerSymbols {
+        api: Api::Hip,
+        architecture_count: no_architectures,
+        architectures: nothing,
+        ..compiler_symbols()
+    }
+}
+
 /// Extracts the library from an image, if it is one.
 ///
 /// # Safety
@@ -67,28 +78,38 @@ pub(super) unsafe fn unwrap_image<'a>(image: *const u8) -> Option<&'a [u8]> {
     Some(unsafe { std::slice::from_raw_parts(image.add(16), len) })
 }
 
-unsafe extern "C" fn version(major: *mut c_int, minor: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn version(major: *mut c_int, minor: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes valid pointers.
     unsafe { (*major, *minor) = (0, 0) };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn architecture_count(count: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn architecture_count(count: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes a valid pointer.
     unsafe { *count = 1 };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn architectures(list: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn no_architectures(count: *mut c_int) -> CompilerStatus {
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *count = 0 };
+    CompilerStatus::SUCCESS
+}
+
+unsafe extern "C" fn nothing(_: *mut c_int) -> CompilerStatus {
+    CompilerStatus::SUCCESS
+}
+
+unsafe extern "C" fn architectures(list: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes room for one element.
     unsafe { *list = 80 };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn hopper_architectures(list: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn hopper_architectures(list: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes room for one element.
     unsafe { *list = 90 };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
 unsafe extern "C" fn create(
@@ -98,7 +119,7 @@ unsafe extern "C" fn create(
     count: c_int,
     texts: *const *const c_char,
     names: *const *const c_char,
-) -> nvrtcResult {
+) -> CompilerStatus {
     // SAFETY: the caller passes texts that end in 0, and lists of the given length.
     let made = unsafe {
         let text = |text: *const c_char| CStr::from_ptr(text).to_string_lossy().into_owned();
@@ -115,20 +136,20 @@ unsafe extern "C" fn create(
     };
     // SAFETY: the caller passes a valid pointer.
     unsafe { *program = Box::into_raw(Box::new(made)).cast() };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn destroy(program: *mut nvrtcProgram) -> nvrtcResult {
+unsafe extern "C" fn destroy(program: *mut nvrtcProgram) -> CompilerStatus {
     // SAFETY: created by `create`, destroyed once.
     drop(unsafe { Box::from_raw((*program).cast::<EmulatedProgram>()) });
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
 unsafe extern "C" fn compile(
     program: nvrtcProgram,
     count: c_int,
     options: *const *const c_char,
-) -> nvrtcResult {
+) -> CompilerStatus {
     // SAFETY: created by `create` and not shared; the caller passes `count` texts that end in 0.
     let (program, options) = unsafe {
         let option = |index| CStr::from_ptr(*options.add(index)).to_string_lossy().into_owned();
@@ -141,11 +162,11 @@ unsafe extern "C" fn compile(
         Ok(library) => {
             program.image =
                 [MAGIC.as_slice(), &(library.len() as u64).to_le_bytes(), &library].concat();
-            nvrtcResult::NVRTC_SUCCESS
+            CompilerStatus::SUCCESS
         }
         Err(log) => {
             program.log = log;
-            nvrtcResult::NVRTC_ERROR_COMPILATION
+            CompilerStatus::COMPILATION
         }
     }
 }
@@ -222,30 +243,30 @@ impl Drop for TempFolder {
     }
 }
 
-unsafe extern "C" fn log_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
+unsafe extern "C" fn log_size(program: nvrtcProgram, bytes: *mut usize) -> CompilerStatus {
     // SAFETY: a valid handle and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).log.len() };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn log(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
+unsafe extern "C" fn log(program: nvrtcProgram, to: *mut c_char) -> CompilerStatus {
     // SAFETY: a valid handle.
     let text = unsafe { &(*program.cast::<EmulatedProgram>()).log };
     // SAFETY: the caller passes a buffer of the size that `log_size` reported.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), text.len()) };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn image_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
+unsafe extern "C" fn image_size(program: nvrtcProgram, bytes: *mut usize) -> CompilerStatus {
     // SAFETY: a valid handle and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).image.len() };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn image(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
+unsafe extern "C" fn image(program: nvrtcProgram, to: *mut c_char) -> CompilerStatus {
     // SAFETY: a valid handle.
     let bytes = unsafe { &(*program.cast::<EmulatedProgram>()).image };
     // SAFETY: the caller passes a buffer of the size that `image_size` reported.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.cast(), bytes.len()) };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }

@@ -9,7 +9,8 @@ use std::{
     },
 };
 
-use annulus_device_cuda::cudarc::driver::sys::{CUresult, CUstream};
+use annulus_device_cuda::Status;
+use annulus_device_cuda::cudarc::driver::sys::CUstream;
 
 use super::{
     memory::Memory,
@@ -167,12 +168,10 @@ pub fn most_bytes(ordinal: usize) -> usize {
 }
 
 /// Calls with the current context, unless it has failed.
-pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
+pub(super) fn with_context(call: impl FnOnce(&'static Context) -> Status) -> Status {
     match CURRENT.get() {
-        None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
-        Some(context) if context.failed.load(Ordering::Relaxed) => {
-            CUresult::CUDA_ERROR_LAUNCH_FAILED
-        }
+        None => Status::INVALID_CONTEXT,
+        Some(context) if context.failed.load(Ordering::Relaxed) => Status::LAUNCH_FAILED,
         Some(context) => call(context),
     }
 }
@@ -182,22 +181,22 @@ pub(super) fn push(
     context: &'static Context,
     stream: CUstream,
     work: impl FnOnce() -> bool + Send + 'static,
-) -> CUresult {
+) -> Status {
     // SAFETY: a valid handle.
     let stream = unsafe { EmulatedStream::of(context, stream) };
     stream.queue.push(Work::Run(Box::new(work)));
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
 /// Runs all work of a stream.
-pub(super) fn drain(context: &'static Context, stream: CUstream) -> CUresult {
+pub(super) fn drain(context: &'static Context, stream: CUstream) -> Status {
     // SAFETY: a valid handle.
     let stream = unsafe { EmulatedStream::of(context, stream) };
     if stream.queue.drain() == Step::Failed {
         context.fail();
-        return CUresult::CUDA_ERROR_LAUNCH_FAILED;
+        return Status::LAUNCH_FAILED;
     }
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
 /// Queues an operation that is attempted until it completes.

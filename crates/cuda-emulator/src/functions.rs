@@ -1,7 +1,7 @@
 //! Emulated driver functions. Every handle is the address of an object that its own function frees.
 
 use std::{
-    ffi::{c_char, c_int, c_uint, c_void},
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
     process, ptr,
     sync::{
         Arc, Mutex,
@@ -10,7 +10,7 @@ use std::{
 };
 
 use annulus_device_cuda::cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUstream,
 };
 
 use super::{
@@ -21,7 +21,7 @@ use super::{
     work::{Mark, Step, Work},
 };
 use crate::memory::tensor_map;
-use annulus_device_cuda::Symbols;
+use annulus_device_cuda::{Api, Status, Symbols};
 
 /// Object behind an event's handle; without a mark until it is recorded.
 #[derive(Default)]
@@ -32,6 +32,8 @@ struct EmulatedEvent {
 /// Returns the emulated driver, with devices of compute capability 8.0.
 pub fn symbols() -> Symbols {
     Symbols {
+        api: Api::Cuda,
+        architecture_name: None,
         init,
         device_count,
         device_get,
@@ -71,48 +73,68 @@ pub fn hopper_symbols() -> Symbols {
     Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
+/// Returns the emulated driver as HIP's, with devices like one die of an MI300X.
+pub fn hip_symbols() -> Symbols {
+    Symbols {
+        api: Api::Hip,
+        architecture_name: Some(architecture_name),
+        tensor_map: None,
+        ..symbols()
+    }
+}
+
+unsafe extern "C" fn architecture_name(to: *mut c_char, len: c_int, _: CUdevice) -> Status {
+    // SAFETY: as the caller guarantees.
+    unsafe { write_text(c"gfx942:sramecc+:xnack-", to, len) }
+}
+
 /// Refuses calls in a forked child of the process that called first, as the driver does.
-fn check_process() -> CUresult {
+fn check_process() -> Status {
     static HOME: AtomicU32 = AtomicU32::new(0);
     let own = process::id();
     match HOME.compare_exchange(0, own, Ordering::AcqRel, Ordering::Acquire) {
-        Err(home) if home != own => CUresult::CUDA_ERROR_NOT_INITIALIZED,
-        _ => CUresult::CUDA_SUCCESS,
+        Err(home) if home != own => Status::NOT_INITIALIZED,
+        _ => Status::SUCCESS,
     }
 }
 
-unsafe extern "C" fn init(_: c_uint) -> CUresult {
+unsafe extern "C" fn init(_: c_uint) -> Status {
     check_process()
 }
 
-unsafe extern "C" fn device_count(count: *mut c_int) -> CUresult {
+unsafe extern "C" fn device_count(count: *mut c_int) -> Status {
     // SAFETY: the caller passes a valid pointer.
     unsafe { *count = DEVICES as c_int };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> Status {
     // SAFETY: the caller passes a valid pointer.
     unsafe { *device = ordinal };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> CUresult {
-    let text = c"emulated GPU";
+unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> Status {
+    // SAFETY: as the caller guarantees.
+    unsafe { write_text(c"emulated GPU", name, len) }
+}
+
+/// Writes a text to room for `len` characters.
+unsafe fn write_text(text: &CStr, to: *mut c_char, len: c_int) -> Status {
     let bytes = text.to_bytes_with_nul();
     if bytes.len() > len.unsigned_abs() as usize {
-        return CUresult::CUDA_ERROR_INVALID_VALUE;
+        return Status::INVALID_VALUE;
     }
     // SAFETY: the caller passes room for `len` characters.
-    unsafe { ptr::copy_nonoverlapping(text.as_ptr(), name, bytes.len()) };
-    CUresult::CUDA_SUCCESS
+    unsafe { ptr::copy_nonoverlapping(text.as_ptr(), to, bytes.len()) };
+    Status::SUCCESS
 }
 
 unsafe extern "C" fn device_attribute(
     value: *mut c_int,
     attribute: CUdevice_attribute,
     _: CUdevice,
-) -> CUresult {
+) -> Status {
     // SAFETY: as the caller guarantees.
     unsafe { write_attribute(value, attribute, 8) }
 }
@@ -121,7 +143,7 @@ unsafe extern "C" fn hopper_attribute(
     value: *mut c_int,
     attribute: CUdevice_attribute,
     _: CUdevice,
-) -> CUresult {
+) -> Status {
     // SAFETY: as the caller guarantees.
     unsafe { write_attribute(value, attribute, 9) }
 }
@@ -131,7 +153,7 @@ unsafe fn write_attribute(
     value: *mut c_int,
     attribute: CUdevice_attribute,
     major: c_int,
-) -> CUresult {
+) -> Status {
     let number = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
@@ -139,86 +161,86 @@ unsafe fn write_attribute(
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 2,
         // small, so that the tile scheduler has several sections of heads
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE => 64 * 1024,
-        _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
+        _ => return Status::INVALID_VALUE,
     };
     // SAFETY: the caller passes a valid pointer.
     unsafe { *value = number };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
+unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -> Status {
     let Some(found) = usize::try_from(device).ok().and_then(context_of) else {
-        return CUresult::CUDA_ERROR_INVALID_DEVICE;
+        return Status::INVALID_DEVICE;
     };
     // SAFETY: the caller passes a valid pointer.
     unsafe { *context = ptr::from_ref(found).cast_mut().cast() };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn context_release(_: CUdevice) -> CUresult {
-    CUresult::CUDA_SUCCESS
+unsafe extern "C" fn context_release(_: CUdevice) -> Status {
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn context_set(context: CUcontext) -> CUresult {
+unsafe extern "C" fn context_set(context: CUcontext) -> Status {
     // SAFETY: null, or from `context_retain` and never freed.
     CURRENT.set(unsafe { context.cast::<Context>().as_ref() });
     check_process()
 }
 
-unsafe extern "C" fn context_current(context: *mut CUcontext) -> CUresult {
+unsafe extern "C" fn context_current(context: *mut CUcontext) -> Status {
     let current = CURRENT.get().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: the caller passes a valid pointer.
     unsafe { *context = current.cast_mut().cast() };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> CUresult {
+unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> Status {
     // SAFETY: the caller passes valid pointers.
     unsafe { (*free, *total) = (1 << 30, 1 << 30) };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
+unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> Status {
     with_context(|context| {
         if bytes == 0 {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         match lock(&context.memory).allocate(bytes) {
             // SAFETY: the caller passes a valid pointer.
             Some(new) => unsafe { *address = new },
-            None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            None => return Status::OUT_OF_MEMORY,
         }
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-unsafe extern "C" fn free(address: CUdeviceptr) -> CUresult {
-    let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
+unsafe extern "C" fn free(address: CUdeviceptr) -> Status {
+    let Some(context) = CURRENT.get() else { return Status::INVALID_CONTEXT };
     // queued work completes first, as with the driver; memory of a failed device is freed, too
     if context.queues().iter().any(|queue| queue.drain() == Step::Failed) {
         context.fail();
     }
     if lock(&context.memory).free(address) {
-        return CUresult::CUDA_SUCCESS;
+        return Status::SUCCESS;
     }
     // a guard was overwritten: a write past the end
     context.fail();
-    CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+    Status::ILLEGAL_ADDRESS
 }
 
-unsafe extern "C" fn allocate_host(start: *mut *mut c_void, bytes: usize) -> CUresult {
+unsafe extern "C" fn allocate_host(start: *mut *mut c_void, bytes: usize) -> Status {
     with_context(|context| {
         // pinned memory is registered as device memory
         match lock(&context.memory).allocate(bytes) {
             // SAFETY: the caller passes a valid pointer.
             Some(address) => unsafe { *start = address as *mut c_void },
-            None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            None => return Status::OUT_OF_MEMORY,
         }
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-unsafe extern "C" fn free_host(start: *mut c_void) -> CUresult {
+unsafe extern "C" fn free_host(start: *mut c_void) -> Status {
     // SAFETY: as the caller guarantees of both.
     unsafe { free(start as u64) }
 }
@@ -228,10 +250,10 @@ unsafe extern "C" fn copy_to_device(
     from: *const c_void,
     bytes: usize,
     stream: CUstream,
-) -> CUresult {
+) -> Status {
     with_context(|context| {
         if !lock(&context.memory).holds(to, bytes) {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         context.bytes_to_device.fetch_add(bytes as u64, Ordering::Relaxed);
         // a pinned source is read when the copy runs, a pageable one at once
@@ -258,10 +280,10 @@ unsafe extern "C" fn copy_to_host(
     from: CUdeviceptr,
     bytes: usize,
     stream: CUstream,
-) -> CUresult {
+) -> Status {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         let pinned = lock(&context.memory).holds(to as u64, bytes);
         let to = to as u64;
@@ -272,7 +294,7 @@ unsafe extern "C" fn copy_to_host(
             true
         });
         // a copy to pageable memory is complete when the call returns
-        if queued == CUresult::CUDA_SUCCESS && !pinned { drain(context, stream) } else { queued }
+        if queued == Status::SUCCESS && !pinned { drain(context, stream) } else { queued }
     })
 }
 
@@ -281,10 +303,10 @@ unsafe extern "C" fn copy_on_device(
     from: CUdeviceptr,
     bytes: usize,
     stream: CUstream,
-) -> CUresult {
+) -> Status {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         context.device_copies.fetch_add(1, Ordering::Relaxed);
         push(context, stream, move || {
@@ -295,24 +317,24 @@ unsafe extern "C" fn copy_on_device(
     })
 }
 
-unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
+unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint) -> Status {
     with_context(|context| {
         // SAFETY: the caller passes a valid pointer.
         unsafe { *stream = Box::into_raw(Box::new(EmulatedStream::new(context))).cast() };
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
+unsafe extern "C" fn stream_destroy(stream: CUstream) -> Status {
     // SAFETY: created by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
         stream.context.fail();
     }
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
+unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> Status {
     with_context(|context| {
         // SAFETY: both are valid handles.
         let (stream, event) =
@@ -320,25 +342,25 @@ unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) ->
         if let Some(mark) = &*lock(&event.mark) {
             stream.queue.push(Work::Wait(Arc::clone(mark)));
         }
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-unsafe extern "C" fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
+unsafe extern "C" fn event_create(event: *mut CUevent, _: c_uint) -> Status {
     with_context(|_| {
         // SAFETY: the caller passes a valid pointer.
         unsafe { *event = Box::into_raw(Box::<EmulatedEvent>::default()).cast() };
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-unsafe extern "C" fn event_destroy(event: CUevent) -> CUresult {
+unsafe extern "C" fn event_destroy(event: CUevent) -> Status {
     // SAFETY: created by `event_create`, destroyed once.
     drop(unsafe { Box::from_raw(event.cast::<EmulatedEvent>()) });
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult {
+unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> Status {
     with_context(|context| {
         // SAFETY: both are valid handles.
         let (stream, event) =
@@ -346,12 +368,12 @@ unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult 
         let mark = Mark::of(&stream.queue);
         stream.queue.push(Work::Record(Arc::clone(&mark)));
         *lock(&event.mark) = Some(mark);
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
 /// Time between two events on the host.
-unsafe extern "C" fn event_elapsed(ms: *mut f32, from: CUevent, to: CUevent) -> CUresult {
+unsafe extern "C" fn event_elapsed(ms: *mut f32, from: CUevent, to: CUevent) -> Status {
     with_context(|_| {
         let time = |event: CUevent| {
             // SAFETY: a valid handle.
@@ -359,26 +381,26 @@ unsafe extern "C" fn event_elapsed(ms: *mut f32, from: CUevent, to: CUevent) -> 
             lock(&event.mark).as_ref().and_then(|mark| mark.time())
         };
         let (Some(from), Some(to)) = (time(from), time(to)) else {
-            return CUresult::CUDA_ERROR_NOT_READY;
+            return Status::NOT_READY;
         };
         // SAFETY: the caller passes a valid pointer.
         unsafe { *ms = to.duration_since(from).as_secs_f32() * 1e3 };
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
 /// Runs one item of queued work per query, so that polling an event makes progress.
-unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
+unsafe extern "C" fn event_query(event: CUevent) -> Status {
     with_context(|context| {
         // SAFETY: a valid handle.
         let event = unsafe { &*event.cast::<EmulatedEvent>() };
         let mark = lock(&event.mark).clone();
-        let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
+        let Some(mark) = mark else { return Status::SUCCESS };
         if mark.step() == Step::Failed {
             context.fail();
-            return CUresult::CUDA_ERROR_LAUNCH_FAILED;
+            return Status::LAUNCH_FAILED;
         }
-        if mark.passed() { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
+        if mark.passed() { Status::SUCCESS } else { Status::NOT_READY }
     })
 }
 
@@ -398,14 +420,14 @@ mod tests {
         unsafe {
             assert_eq!(
                 (symbols.context_retain)(&raw mut context, DEVICES as c_int - 1),
-                CUresult::CUDA_SUCCESS
+                Status::SUCCESS
             );
-            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
-            assert_eq!((symbols.stream_create)(&raw mut stream, 0), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.context_set)(context), Status::SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut stream, 0), Status::SUCCESS);
         }
         let mut address = 0;
         // SAFETY: as above.
-        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, CUresult::CUDA_SUCCESS);
+        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, Status::SUCCESS);
         let counter = Arc::clone(&done);
         let queue = |ends: bool| {
             let counter = Arc::clone(&counter);

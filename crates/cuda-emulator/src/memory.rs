@@ -8,8 +8,9 @@ use std::{
     ffi::{c_uint, c_void},
 };
 
+use annulus_device_cuda::Status;
 use annulus_device_cuda::cudarc::driver::sys::{
-    CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
     CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
@@ -108,18 +109,18 @@ pub(super) unsafe extern "C" fn tensor_map(
     swizzle: CUtensorMapSwizzle,
     _: CUtensorMapL2promotion,
     beyond: CUtensorMapFloatOOBfill,
-) -> CUresult {
+) -> Status {
     let supported = element == CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16
         && axes == 4
         && interleave == CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE
         && swizzle == CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B
         && beyond == CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
     if !supported {
-        return CUresult::CUDA_ERROR_NOT_SUPPORTED;
+        return Status::NOT_SUPPORTED;
     }
     // alignas(128) in cuda.h of CUDA 13
     if !(map as usize).is_multiple_of(128) {
-        return CUresult::CUDA_ERROR_INVALID_VALUE;
+        return Status::INVALID_VALUE;
     }
     // SAFETY: the caller passes a number for each of the four axes, and strides for all but the
     // first.
@@ -142,7 +143,7 @@ pub(super) unsafe extern "C" fn tensor_map(
         // a row of the box fits the swizzle
         && u64::from(box_lengths[0]) * ELEMENT <= 128;
     if !allowed {
-        return CUresult::CUDA_ERROR_INVALID_VALUE;
+        return Status::INVALID_VALUE;
     }
     let mut words = [0; 16];
     words[..2].copy_from_slice(&[MAGIC, address]);
@@ -154,5 +155,5 @@ pub(super) unsafe extern "C" fn tensor_map(
     }
     // SAFETY: the caller passes a valid pointer.
     unsafe { (*map).opaque = words };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }

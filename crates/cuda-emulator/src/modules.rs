@@ -8,8 +8,9 @@ use std::{
     },
 };
 
+use annulus_device_cuda::Status;
 use annulus_device_cuda::cudarc::driver::sys::{
-    CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
+    CUfunction, CUfunction_attribute, CUmodule, CUstream,
 };
 use libloading::Library;
 
@@ -52,35 +53,32 @@ struct EmulatedFunction {
 #[repr(align(128))]
 struct ArgumentChunk([u8; 128]);
 
-pub(super) unsafe extern "C" fn module_load(
-    module: *mut CUmodule,
-    image: *const c_void,
-) -> CUresult {
+pub(super) unsafe extern "C" fn module_load(module: *mut CUmodule, image: *const c_void) -> Status {
     with_context(|_| {
         // SAFETY: the caller passes a complete image.
         let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else {
-            return CUresult::CUDA_ERROR_INVALID_IMAGE;
+            return Status::INVALID_IMAGE;
         };
-        let Some(library) = load(bytes) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
+        let Some(library) = load(bytes) else { return Status::INVALID_IMAGE };
         let loaded = EmulatedModule { library: Arc::new(library), functions: Mutex::default() };
         // SAFETY: the caller passes a valid pointer.
         unsafe { *module = Box::into_raw(Box::new(loaded)).cast() };
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
-pub(super) unsafe extern "C" fn module_unload(module: CUmodule) -> CUresult {
+pub(super) unsafe extern "C" fn module_unload(module: CUmodule) -> Status {
     // SAFETY: created by `module_load`, unloaded once; queued kernels hold a reference to the
     // library.
     drop(unsafe { Box::from_raw(module.cast::<EmulatedModule>()) });
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
 pub(super) unsafe extern "C" fn module_function(
     function: *mut CUfunction,
     module: CUmodule,
     name: *const c_char,
-) -> CUresult {
+) -> Status {
     with_context(|_| {
         // SAFETY: a valid handle, and a name that ends in 0.
         let (module, name) =
@@ -98,7 +96,7 @@ pub(super) unsafe extern "C" fn module_function(
                 (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => {
                     (*entry, bytes() as usize, *emulate, threads())
                 }
-                _ => return CUresult::CUDA_ERROR_NOT_FOUND,
+                _ => return Status::NOT_FOUND,
             }
         };
         let (entry, argument_bytes, emulate, threads) = found;
@@ -122,7 +120,7 @@ pub(super) unsafe extern "C" fn module_function(
                 .last()
                 .map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast())
         };
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
@@ -130,18 +128,18 @@ pub(super) unsafe extern "C" fn function_attribute(
     function: CUfunction,
     attribute: CUfunction_attribute,
     value: c_int,
-) -> CUresult {
+) -> Status {
     with_context(|_| {
         let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MAX);
         let Some(bytes) = bytes.filter(|_| {
             attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         }) else {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         };
         // SAFETY: a valid handle.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
         function.max_shared.store(bytes, Ordering::Relaxed);
-        CUresult::CUDA_SUCCESS
+        Status::SUCCESS
     })
 }
 
@@ -157,17 +155,17 @@ pub(super) unsafe extern "C" fn launch(
     stream: CUstream,
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
-) -> CUresult {
+) -> Status {
     with_context(|context| {
         if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         // SAFETY: a valid handle.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
         if [threads_x, threads_y, threads_z] != [function.threads, 1, 1]
             || shared_bytes > function.max_shared.load(Ordering::Relaxed)
         {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Status::INVALID_VALUE;
         }
         // SAFETY: the only parameter is a structure of this size.
         let arguments = unsafe {

@@ -5,10 +5,10 @@
 use std::sync::{Arc, Mutex};
 
 use annulus_core::{Error, HostMemory, Result};
-use cudarc::driver::sys::{CUdeviceptr, CUresult};
+use cudarc::driver::sys::CUdeviceptr;
 
 use crate::{
-    Device, Event, Stream,
+    Device, Event, Status, Stream,
     context::{Retired, lock},
 };
 
@@ -50,17 +50,17 @@ impl CudaBuffer {
         };
         let mut allocated = allocate();
         // memory that was dropped may wait for the work that uses it
-        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.make_room() {
+        if allocated == Status::OUT_OF_MEMORY && device.0.make_room() {
             allocated = allocate();
         }
         match allocated {
-            CUresult::CUDA_SUCCESS => Ok(Self(Arc::new(Allocation {
+            Status::SUCCESS => Ok(Self(Arc::new(Allocation {
                 device: device.clone(),
                 address,
                 len,
                 last_use: Mutex::default(),
             }))),
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(out_of_memory()),
+            Status::OUT_OF_MEMORY => Err(out_of_memory()),
             error => Err(device.fail_in("cuMemAlloc", error)),
         }
     }
@@ -192,8 +192,8 @@ impl PinnedBuffer {
             unsafe { (symbols.allocate_host)(&raw mut start, bytes) }
         });
         match allocated {
-            CUresult::CUDA_SUCCESS => {}
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            Status::SUCCESS => {}
+            Status::OUT_OF_MEMORY => {
                 return Err(Error::out_of_memory("a pinned buffer", len as u64));
             }
             error => return Err(device.fail_in("cuMemAllocHost", error)),

@@ -19,6 +19,8 @@ pub enum ImageKind {
     Cubin,
     /// PTX, which the driver compiles for the GPU.
     Ptx,
+    /// Machine code for one AMD GPU.
+    CodeObject,
 }
 
 /// A compiled program.

@@ -1,4 +1,4 @@
-//! NVRTC: source to image, cached on disk.
+//! NVRTC or hipRTC: source to image, cached on disk.
 
 use std::{
     collections::BTreeMap,
@@ -7,9 +7,12 @@ use std::{
 };
 
 use annulus_core::{Error, Result};
-use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
+use cudarc::nvrtc::sys::nvrtcProgram;
 
-use crate::{Architecture, CompilerSymbols, Image, ImageCache, ImageKind, symbols::missing};
+use crate::{
+    Api, Architecture, CompilerStatus, CompilerSymbols, Gpu, Image, ImageCache, ImageKind,
+    symbols::missing,
+};
 
 /// Source of a compilation: one file and its headers, by name and text.
 #[derive(Debug, Clone, Copy)]
@@ -34,12 +37,12 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Loads the compiler of this machine.
+    /// Loads the compiler of this machine for an interface.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is none.
-    pub fn new(cache: Option<ImageCache>) -> Result<Self> {
-        Self::with_symbols(CompilerSymbols::system()?, cache)
+    pub fn new(api: Api, cache: Option<ImageCache>) -> Result<Self> {
+        Self::with_symbols(CompilerSymbols::system(api)?, cache)
     }
 
     /// Uses these functions.
@@ -53,20 +56,24 @@ impl Compiler {
         // SAFETY: the table's functions have NVRTC's signatures and semantics; all pointers are to
         // locals.
         unsafe {
-            check("nvrtcVersion", (symbols.version)(&raw mut major, &raw mut minor))?;
-            check("nvrtcGetNumSupportedArchs", (symbols.architecture_count)(&raw mut count))?;
+            check(symbols.api, "nvrtcVersion", (symbols.version)(&raw mut major, &raw mut minor))?;
+            check(
+                symbols.api,
+                "nvrtcGetNumSupportedArchs",
+                (symbols.architecture_count)(&raw mut count),
+            )?;
         }
         let mut architectures: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
         // SAFETY: the vector has as many elements as the compiler reported.
-        check("nvrtcGetSupportedArchs", unsafe {
+        check(symbols.api, "nvrtcGetSupportedArchs", unsafe {
             (symbols.architectures)(architectures.as_mut_ptr())
         })?;
         architectures.sort_unstable();
         Ok(Self { symbols: Some(symbols), version: (major, minor), architectures, cache })
     }
 
-    /// Uses images of the cache only, as the newest compiler that has used it compiled them; `None`
-    /// if none has.
+    /// Uses images of the cache only, as the newest NVRTC that has used it compiled them; `None` if
+    /// none has.
     pub fn of_cache(cache: ImageCache) -> Option<Self> {
         let (version, architectures) = cache.newest_compiler()?;
         Some(Self { symbols: None, version, architectures, cache: Some(cache) })
@@ -82,12 +89,32 @@ impl Compiler {
         self.version
     }
 
-    /// Chooses the target for `architecture`: the architecture itself; or, for a GPU newer than the
-    /// compiler, PTX of the newest supported architecture.
+    /// Interface of the compiler.
+    pub fn api(&self) -> Api {
+        self.symbols.map_or(Api::Cuda, |symbols| symbols.api)
+    }
+
+    /// Name and version: `NVRTC 13.0`.
+    pub fn label(&self) -> String {
+        let (major, minor) = self.version;
+        match self.api() {
+            Api::Cuda => format!("NVRTC {major}.{minor}"),
+            Api::Hip => format!("hipRTC {major}, HIP {minor}"),
+        }
+    }
+
+    /// Chooses the target for a GPU. NVIDIA: its architecture; or, for a GPU newer than the compiler,
+    /// PTX of the newest supported architecture. AMD: the GPU's name.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the compiler supports no architecture that the GPU can run.
-    pub fn target(&self, architecture: Architecture) -> Result<(ImageKind, String)> {
+    pub fn target(&self, gpu: &Gpu) -> Result<(ImageKind, String)> {
+        let unknown = || Error::unsupported(gpu.to_string(), self.label());
+        let architecture = match (self.api(), gpu) {
+            (Api::Cuda, Gpu::Nvidia(architecture)) => architecture,
+            (Api::Hip, Gpu::Amd(name)) => return Ok((ImageKind::CodeObject, name.clone())),
+            _ => return Err(unknown()),
+        };
         let number = architecture.number();
         if self.architectures.contains(&number) {
             // wgmma, TMA and setmaxnreg exist only in the architecture-specific targets (sm_90a)
@@ -98,13 +125,6 @@ impl Compiler {
             self.architectures.iter().rev().find(|&&supported| {
                 supported < number && supported >= Architecture::OLDEST.number()
             });
-        let (major, minor) = self.version;
-        let unknown = || {
-            Error::unsupported(
-                format!("compute capability {architecture}"),
-                format!("NVRTC {major}.{minor}"),
-            )
-        };
         older.map(|supported| (ImageKind::Ptx, format!("compute_{supported}"))).ok_or_else(unknown)
     }
 
@@ -121,11 +141,16 @@ impl Compiler {
         kind: ImageKind,
         target: &str,
     ) -> Result<Image> {
-        let mut all = vec![
-            format!("--gpu-architecture={target}"),
-            "--std=c++17".into(),
-            "--ptxas-options=-v".into(),
-        ];
+        // no implicit fused multiply-add: forward and backward must compute the same scores bit for
+        // bit
+        let own: &[&str] = match kind {
+            ImageKind::Cubin | ImageKind::Ptx => {
+                &["--std=c++17", "--ptxas-options=-v", "--fmad=false"]
+            }
+            ImageKind::CodeObject => &["-std=c++17", "-O3", "-ffp-contract=off", "-DANNULUS_AMD"],
+        };
+        let mut all = vec![format!("--gpu-architecture={target}")];
+        all.extend(own.iter().map(|&option| option.to_owned()));
         all.extend_from_slice(options);
         let version = format!("{:?} {kind:?}", self.version);
         let texts = program.headers.iter().flat_map(|(name, text)| [*name, *text]);
@@ -147,7 +172,9 @@ impl Compiler {
                 let image = self.compile_uncached(program, &all, kind)?;
                 if let Some(cache) = &self.cache {
                     cache.put(&key, &image);
-                    cache.put_compiler(self.version, &self.architectures);
+                    if self.api() == Api::Cuda {
+                        cache.put_compiler(self.version, &self.architectures);
+                    }
                 }
                 image
             }
@@ -206,19 +233,25 @@ impl Compiler {
                 names.as_ptr(),
             )
         };
-        check("nvrtcCreateProgram", made)?;
+        check(symbols.api, "nvrtcCreateProgram", made)?;
         let mut owned = OwnedProgram { symbols, handle };
         // SAFETY: as above.
         let compiled =
             unsafe { (symbols.compile)(owned.handle, count(&options), options.as_ptr()) };
         let log = owned.read("nvrtcGetProgramLog", symbols.log_size, symbols.log)?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
-        if compiled != nvrtcResult::NVRTC_SUCCESS {
-            return Err(Error::Device {
-                what: format!("nvrtcCompileProgram: {compiled:?}: {}", log.trim()),
-            });
+        if compiled != CompilerStatus::SUCCESS {
+            return Err(compiler_error(
+                symbols.api,
+                "nvrtcCompileProgram",
+                compiled,
+                &format!(": {}", log.trim()),
+            ));
         }
         let bytes = match kind {
+            ImageKind::CodeObject => {
+                owned.read("nvrtcGetCode", symbols.cubin_size, symbols.cubin)?
+            }
             ImageKind::Cubin => owned.read("nvrtcGetCUBIN", symbols.cubin_size, symbols.cubin)?,
             ImageKind::Ptx => owned.read("nvrtcGetPTX", symbols.ptx_size, symbols.ptx)?,
         };
@@ -237,15 +270,15 @@ impl OwnedProgram<'_> {
     fn read(
         &mut self,
         name: &str,
-        size: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> nvrtcResult,
-        read: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> nvrtcResult,
+        size: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> CompilerStatus,
+        read: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> CompilerStatus,
     ) -> Result<Vec<u8>> {
         let mut bytes = 0;
         // SAFETY: the program is alive and `bytes` is a local.
-        check(name, unsafe { size(self.handle, &raw mut bytes) })?;
+        check(self.symbols.api, name, unsafe { size(self.handle, &raw mut bytes) })?;
         let mut text = vec![0u8; bytes];
         // SAFETY: the vector has as many bytes as the compiler reported.
-        check(name, unsafe { read(self.handle, text.as_mut_ptr().cast()) })?;
+        check(self.symbols.api, name, unsafe { read(self.handle, text.as_mut_ptr().cast()) })?;
         Ok(text)
     }
 }
@@ -257,10 +290,19 @@ impl Drop for OwnedProgram<'_> {
     }
 }
 
-fn check(name: &str, result: nvrtcResult) -> Result<()> {
-    if result == nvrtcResult::NVRTC_SUCCESS {
+fn check(api: Api, name: &str, result: CompilerStatus) -> Result<()> {
+    if result == CompilerStatus::SUCCESS {
         Ok(())
     } else {
-        Err(Error::Device { what: format!("{name}: {result:?}") })
+        Err(compiler_error(api, name, result, ""))
     }
+}
+
+/// Converts a failed call of NVRTC's function `name`, or of hipRTC's, to an error.
+fn compiler_error(api: Api, name: &str, error: CompilerStatus, log: &str) -> Error {
+    let mut text = format!("{error:?}");
+    if api == Api::Hip {
+        text = text.replace("NVRTC", "HIPRTC");
+    }
+    Error::Device { what: format!("{}: {text}{log}", api.function(name)) }
 }

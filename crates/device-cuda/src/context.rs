@@ -17,9 +17,9 @@ use std::{
 };
 
 use annulus_core::Process;
-use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUevent, CUmodule, CUstream};
 
-use crate::symbols::{NO_TIMING, Symbols};
+use crate::symbols::{NO_TIMING, Status, Symbols};
 
 /// Interval between queries of an event: a trade-off between latency and load on the host.
 pub(crate) const POLL: Duration = Duration::from_micros(50);
@@ -50,10 +50,10 @@ pub(crate) struct Driver {
 
 impl Driver {
     /// Calls the driver with the context current.
-    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> Status) -> Status {
         // SAFETY: the context is alive as long as the devices that have this.
         match unsafe { (self.symbols.context_set)(self.context) } {
-            CUresult::CUDA_SUCCESS => call(&self.symbols),
+            Status::SUCCESS => call(&self.symbols),
             error => error,
         }
     }
@@ -189,16 +189,16 @@ impl Driver {
         // SAFETY: `event` is a local of the right type, and the stream is alive.
         let recorded = self.call_unchecked(|symbols| unsafe {
             match (symbols.event_create)(&raw mut event, NO_TIMING) {
-                CUresult::CUDA_SUCCESS => (symbols.event_record)(event, stream),
+                Status::SUCCESS => (symbols.event_record)(event, stream),
                 error => error,
             }
         });
-        let mut ended = recorded != CUresult::CUDA_SUCCESS;
+        let mut ended = recorded != Status::SUCCESS;
         while !ended {
             // SAFETY: the event was recorded. Any error but "not ready" is a failure of the
             // context, whose work has ended.
             let state = self.call_unchecked(|symbols| unsafe { (symbols.event_query)(event) });
-            ended = state != CUresult::CUDA_ERROR_NOT_READY;
+            ended = state != Status::NOT_READY;
             if !ended && Instant::now() >= until {
                 break;
             }

@@ -8,10 +8,10 @@ use std::{
 };
 
 use annulus_core::{Error, HomeProcess, Process, Result};
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute};
 
 use crate::{
-    Symbols,
+    Api, Status, Symbols,
     context::{ContextState, Driver, Retired, lock},
     symbols::{driver_error, missing},
 };
@@ -40,6 +40,41 @@ impl Architecture {
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// What kernels are compiled for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Gpu {
+    /// An NVIDIA GPU of this compute capability.
+    Nvidia(Architecture),
+    /// An AMD GPU: its target's name with the features that are on or off, such as
+    /// `gfx90a:sramecc+:xnack-`.
+    Amd(String),
+}
+
+impl Gpu {
+    /// Returns the compute capability of an NVIDIA GPU.
+    pub const fn architecture(&self) -> Option<Architecture> {
+        match self {
+            Self::Nvidia(architecture) => Some(*architecture),
+            Self::Amd(_) => None,
+        }
+    }
+}
+
+impl From<Architecture> for Gpu {
+    fn from(architecture: Architecture) -> Self {
+        Self::Nvidia(architecture)
+    }
+}
+
+impl fmt::Display for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nvidia(architecture) => write!(f, "compute capability {architecture}"),
+            Self::Amd(target) => write!(f, "{target}"),
+        }
     }
 }
 
@@ -78,24 +113,24 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no driver, no such GPU, or it is too old.
-    pub fn open(ordinal: usize) -> Result<Self> {
-        Self::with_symbols(Symbols::system()?, ordinal)
+    pub fn open(api: Api, ordinal: usize) -> Result<Self> {
+        Self::with_symbols(Symbols::system(api)?, ordinal)
     }
 
     /// Counts the GPUs visible to this process.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no driver, or no GPU.
-    pub fn count() -> Result<usize> {
-        start(&Symbols::system()?)
+    pub fn count(api: Api) -> Result<usize> {
+        start(&Symbols::system(api)?)
     }
 
     /// Checks that there is GPU `ordinal` and that it is new enough, without a context.
     ///
     /// # Errors
     /// As [`Device::open`].
-    pub fn check(ordinal: usize) -> Result<()> {
-        describe(&Symbols::system()?, ordinal).map(drop)
+    pub fn check(api: Api, ordinal: usize) -> Result<()> {
+        describe(&Symbols::system(api)?, ordinal).map(drop)
     }
 
     /// As [`Device::open`], with these functions.
@@ -107,7 +142,7 @@ impl Device {
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the table's functions have the driver's signatures and semantics; the pointer is
         // to a local of the right type.
-        check("cuDevicePrimaryCtxRetain", unsafe {
+        check(symbols.api, "cuDevicePrimaryCtxRetain", unsafe {
             (symbols.context_retain)(&raw mut context, properties.device)
         })?;
         Ok(Self::of(symbols, context, properties, true))
@@ -151,9 +186,14 @@ impl Device {
         &self.0.properties.name
     }
 
-    /// Compute capability.
-    pub fn architecture(&self) -> Architecture {
-        self.0.properties.architecture
+    /// What kernels for the GPU are compiled for.
+    pub fn gpu(&self) -> &Gpu {
+        &self.0.properties.gpu
+    }
+
+    /// Interface of the driver.
+    pub fn api(&self) -> Api {
+        self.symbols().api
     }
 
     /// Number of multiprocessors.
@@ -220,7 +260,7 @@ impl Device {
     /// # Errors
     /// [`Error::Device`].
     pub fn make_current(&self) -> Result<()> {
-        self.call("cuCtxSetCurrent", |_| CUresult::CUDA_SUCCESS)
+        self.call("cuCtxSetCurrent", |_| Status::SUCCESS)
     }
 
     /// Runs `work`, whose calls make the device's context the current one of this thread, and then
@@ -235,16 +275,18 @@ impl Device {
         let symbols = self.symbols();
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: the pointer is to a local of the right type.
-        check("cuCtxGetCurrent", unsafe { (symbols.context_current)(&raw mut before) })?;
+        check(symbols.api, "cuCtxGetCurrent", unsafe {
+            (symbols.context_current)(&raw mut before)
+        })?;
         let done = work();
         // SAFETY: no context, or one that the caller had made current and that it keeps.
-        check("cuCtxSetCurrent", unsafe { (symbols.context_set)(before) })?;
+        check(symbols.api, "cuCtxSetCurrent", unsafe { (symbols.context_set)(before) })?;
         done
     }
 
     /// Calls the driver with the context current. The first failure is kept and returned from then
     /// on.
-    pub(crate) fn call(&self, name: &str, call: impl FnOnce(&Symbols) -> CUresult) -> Result<()> {
+    pub(crate) fn call(&self, name: &str, call: impl FnOnce(&Symbols) -> Status) -> Result<()> {
         if self.query(name, call)? {
             return Ok(());
         }
@@ -252,17 +294,13 @@ impl Device {
     }
 
     /// As [`Device::call`] for queries: returns false for `CUDA_ERROR_NOT_READY`.
-    pub(crate) fn query(
-        &self,
-        name: &str,
-        call: impl FnOnce(&Symbols) -> CUresult,
-    ) -> Result<bool> {
+    pub(crate) fn query(&self, name: &str, call: impl FnOnce(&Symbols) -> Status) -> Result<bool> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
         match self.call_unchecked(call) {
-            CUresult::CUDA_SUCCESS => Ok(true),
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Status::SUCCESS => Ok(true),
+            Status::NOT_READY => Ok(false),
             error => Err(self.fail_in(name, error)),
         }
     }
@@ -273,14 +311,16 @@ impl Device {
     }
 
     /// Calls the driver with the context current, even after a failure; records nothing.
-    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> Status) -> Status {
         self.0.driver.call_unchecked(call)
     }
 
     /// Records the failure of a driver function, as [`Device::fail`]; in a forked child, whose
     /// calls the driver refuses, returns that as the error.
-    pub(crate) fn fail_in(&self, name: &str, error: CUresult) -> Error {
-        self.check_process().err().unwrap_or_else(|| self.fail(driver_error(name, error)))
+    pub(crate) fn fail_in(&self, name: &str, error: Status) -> Error {
+        self.check_process()
+            .err()
+            .unwrap_or_else(|| self.fail(driver_error(self.api(), name, error)))
     }
 
     /// Records a failure, unless there is an earlier one; returns the first.
@@ -298,7 +338,7 @@ impl PartialEq for Device {
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Device({}, {})", self.name(), self.architecture())
+        write!(f, "Device({}, {})", self.name(), self.gpu())
     }
 }
 
@@ -339,7 +379,7 @@ impl Drop for Parts {
 struct Properties {
     device: CUdevice,
     name: String,
-    architecture: Architecture,
+    gpu: Gpu,
     multiprocessors: usize,
     l2_bytes: u64,
 }
@@ -347,6 +387,7 @@ struct Properties {
 /// Returns the properties of GPU `ordinal`.
 fn describe(symbols: &Symbols, ordinal: usize) -> Result<Properties> {
     let count = start(symbols)?;
+    let check = |name, result| check(symbols.api, name, result);
     let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
     let number = number.ok_or_else(|| {
         Error::invalid("device", ordinal, format!("a GPU's number, below {count}"))
@@ -367,24 +408,26 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<Properties> {
             )?;
             Ok(value)
         };
-        let architecture = Architecture {
-            major: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            minor: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        let gpu = match symbols.architecture_name {
+            Some(read) => {
+                let mut target = [0; 256];
+                check("cuGetDeviceProperties", read(target.as_mut_ptr(), 256, device))?;
+                Gpu::Amd(CStr::from_ptr(target.as_ptr()).to_string_lossy().into_owned())
+            }
+            None => Gpu::Nvidia(Architecture {
+                major: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                minor: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            }),
         };
-        if architecture < Architecture::OLDEST {
+        if gpu.architecture().is_some_and(|architecture| architecture < Architecture::OLDEST) {
             let oldest = Architecture::OLDEST;
-            return Err(missing(
-                "CUDA",
-                format!(
-                    "{name} has compute capability {architecture}, {oldest} or newer is needed"
-                ),
-            ));
+            return Err(missing("CUDA", format!("{name} has {gpu}, {oldest} or newer is needed")));
         }
         let count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let multiprocessors = usize::try_from(count).unwrap_or(0).max(1);
         let bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         let l2_bytes = u64::try_from(bytes).unwrap_or(0);
-        Ok(Properties { device, name, architecture, multiprocessors, l2_bytes })
+        Ok(Properties { device, name, gpu, multiprocessors, l2_bytes })
     }
 }
 
@@ -394,19 +437,23 @@ static HOME: HomeProcess = HomeProcess::unused();
 /// Initializes the driver and counts its GPUs; an error if there is none, and in a forked child of
 /// a process that has initialised it.
 fn start(symbols: &Symbols) -> Result<usize> {
-    HOME.check("CUDA")?;
+    let api = symbols.api;
+    let what = api.name();
+    HOME.check(what)?;
     // SAFETY: the table's functions have the driver's signatures and semantics.
     match unsafe { (symbols.init)(0) } {
-        CUresult::CUDA_SUCCESS => HOME.note(),
-        CUresult::CUDA_ERROR_NO_DEVICE => return Err(missing("CUDA", "no GPU")),
-        error => return Err(missing("CUDA", format!("the driver does not start ({error:?})"))),
+        Status::SUCCESS => HOME.note(),
+        Status::NO_DEVICE => return Err(missing(what, "no GPU")),
+        // HIP's answer of a machine without a GPU
+        Status::INVALID_DEVICE if api == Api::Hip => return Err(missing(what, "no GPU")),
+        error => return Err(missing(what, format!("the driver does not start ({error:?})"))),
     }
     let mut count: c_int = 0;
     // SAFETY: as above; the pointer is to a local of the right type.
-    check("cuDeviceGetCount", unsafe { (symbols.device_count)(&raw mut count) })?;
-    usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| missing("CUDA", "no GPU"))
+    check(api, "cuDeviceGetCount", unsafe { (symbols.device_count)(&raw mut count) })?;
+    usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| missing(what, "no GPU"))
 }
 
-fn check(name: &str, result: CUresult) -> Result<()> {
-    if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(driver_error(name, result)) }
+fn check(api: Api, name: &str, result: Status) -> Result<()> {
+    if result == Status::SUCCESS { Ok(()) } else { Err(driver_error(api, name, result)) }
 }

@@ -1,7 +1,7 @@
-//! CUDA memory, streams, events and compiled kernels: shared by the backend and the transports of
-//! one rank.
+//! GPU memory, streams, events and compiled kernels, by CUDA or by HIP ([`Api`]): shared by the
+//! backend and the transports of one rank.
 //!
-//! CUDA libraries are loaded at run time, never linked: the crate builds without a toolkit, and a
+//! The libraries are loaded at run time, never linked: the crate builds without a toolkit, and a
 //! machine without a driver gets one clear error. Every call goes through a table of functions
 //! ([`Symbols`], [`CompilerSymbols`]), so the same code runs on a GPU, on the tables of
 //! `annulus-cuda-emulator`, and on tables whose functions fail.
@@ -9,6 +9,7 @@
 //! | type | file |
 //! |---|---|
 //! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs` |
+//! | HIP's functions as such tables | `hip.rs` |
 //! | [`Device`]: a context and its first failure | `device.rs` |
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
@@ -22,6 +23,7 @@ mod cache;
 mod compiler;
 mod context;
 mod device;
+mod hip;
 mod module;
 #[cfg(feature = "nccl")]
 pub mod nccl;
@@ -35,10 +37,10 @@ pub use buffer::PinnedBuffer;
 pub use cache::{Image, ImageCache, ImageKind};
 pub use compiler::{Compiler, KernelProgram};
 pub use cudarc;
-pub use device::{Architecture, Device};
+pub use device::{Architecture, Device, Gpu};
 pub use module::{Kernel, Module};
 pub use staged::{CudaCopier, CudaDownload, CudaUpload};
 pub use staged::{RangeDirection, RangeTransfer};
 pub use stream::{Event, Stream};
-pub use symbols::{CompilerSymbols, Symbols};
+pub use symbols::{Api, ArchitectureName, CompilerStatus, CompilerSymbols, Status, Symbols};
 pub use tensor::{CudaSpace, CudaTensor, CudaView, CudaViewMut, TensorMap};

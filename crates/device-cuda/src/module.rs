@@ -8,10 +8,10 @@ use std::{
 };
 
 use annulus_core::{Error, Fingerprint, Result};
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 
 use crate::{
-    Device, Image, ImageKind, Stream,
+    Api, Device, Image, ImageKind, Status, Stream,
     context::{Retired, lock},
     symbols::driver_error,
 };
@@ -101,10 +101,8 @@ impl Module {
         match device.call_unchecked(|symbols| unsafe {
             (symbols.module_load)(&raw mut handle, bytes.as_ptr().cast())
         }) {
-            CUresult::CUDA_SUCCESS => {
-                Ok(Self(Arc::new(ModuleParts { device: device.clone(), handle })))
-            }
-            error => Err(driver_error("cuModuleLoadData", error)),
+            Status::SUCCESS => Ok(Self(Arc::new(ModuleParts { device: device.clone(), handle }))),
+            error => Err(driver_error(device.api(), "cuModuleLoadData", error)),
         }
     }
 
@@ -120,11 +118,14 @@ impl Module {
         match self.0.device.call_unchecked(|symbols| unsafe {
             (symbols.module_function)(&raw mut handle, self.0.handle, text.as_ptr())
         }) {
-            CUresult::CUDA_SUCCESS => {
+            Status::SUCCESS => {
                 let function = Function { handle, name, shared_bytes: 0 };
                 Ok(Kernel { module: self.clone(), function })
             }
-            error => Err(driver_error(&format!("cuModuleGetFunction({name})"), error)),
+            error => {
+                let call = format!("cuModuleGetFunction({name})");
+                Err(driver_error(self.0.device.api(), &call, error))
+            }
         }
     }
 }
@@ -146,13 +147,13 @@ impl Kernel {
         match self.module.0.device.call_unchecked(|symbols| unsafe {
             (symbols.function_attribute)(self.function.handle, most, value)
         }) {
-            CUresult::CUDA_SUCCESS => {
+            Status::SUCCESS => {
                 self.function.shared_bytes = bytes;
                 Ok(self)
             }
             error => {
                 let call = format!("cuFuncSetAttribute({})", self.function.name);
-                Err(driver_error(&call, error))
+                Err(driver_error(self.module.0.device.api(), &call, error))
             }
         }
     }
@@ -176,12 +177,15 @@ impl Kernel {
         if grid.contains(&0) {
             return Ok(());
         }
-        // CUDA's limits: 2³¹ − 1 blocks along x, 65,535 along y and z
+        // CUDA's limits: 2³¹ − 1 blocks along x, 65,535 along y and z; HIP's: fewer than 2³² threads
+        // along x
         let Function { handle, name, shared_bytes } = self.function;
         let [x, y, z] = grid.map(|blocks| u32::try_from(blocks).unwrap_or(u32::MAX));
-        if x >= 1 << 31 || y.max(z) > 65535 {
+        let api = stream.device().api();
+        let too_long = api == Api::Hip && u64::from(x) * u64::from(threads) >= 1 << 32;
+        if x >= 1 << 31 || y.max(z) > 65535 || too_long {
             let what = format!("a grid of {grid:?} blocks");
-            return Err(Error::unsupported(what, format!("CUDA (kernel {name})")));
+            return Err(Error::unsupported(what, format!("{} (kernel {name})", api.name())));
         }
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
         let (parameters, none) = (parameters.as_mut_ptr(), std::ptr::null_mut());

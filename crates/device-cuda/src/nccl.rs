@@ -49,7 +49,7 @@ impl Config {
 
 table! {
     /// Functions of NCCL.
-    NcclSymbols of "NCCL" {
+    pub NcclSymbols of "NCCL" => {
         version = ncclGetVersion(*mut c_int) -> Status;
         unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
         init_rank = ncclCommInitRankConfig(

@@ -8,10 +8,10 @@ use std::{
 };
 
 use annulus_core::{Result, Tick};
-use cudarc::driver::sys::{CUdeviceptr, CUevent, CUresult, CUstream};
+use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::{
-    Device, Symbols,
+    Device, Status, Symbols,
     context::{OpenStream, POLL, Retired, SPIN},
     symbols::NO_TIMING,
 };
@@ -250,7 +250,7 @@ impl Stream {
         &self,
         name: &str,
         bytes: usize,
-        copy: impl FnOnce(&Symbols, usize) -> CUresult,
+        copy: impl FnOnce(&Symbols, usize) -> Status,
     ) -> Result<()> {
         if bytes == 0 {
             return Ok(());

@@ -1,6 +1,9 @@
-//! Tables of the CUDA driver's and NVRTC's functions: the system's, or any with the same semantics.
+//! Tables of the functions of a GPU's driver and of its run-time compiler: the system's, or any with
+//! the same semantics.
 //!
-//! Loading of libraries at run time, and tables of their functions.
+//! The tables are CUDA's. HIP has the same functions under other names; `hip.rs` adapts the few that
+//! differ, so that all other code is written once. Handles have the types of CUDA's header: pointers
+//! and integers, which HIP's are too.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -8,101 +11,213 @@ use annulus_core::{Error, Result};
 use cudarc::{
     driver::sys::{
         CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-        CUfunction_attribute, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType,
+        CUfunction_attribute, CUmodule, CUstream, CUtensorMap, CUtensorMapDataType,
         CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
     },
-    nvrtc::sys::{nvrtcProgram, nvrtcResult},
+    nvrtc::sys::nvrtcProgram,
 };
 use libloading::Library;
 
+use crate::hip;
+
+/// Interface of a GPU's driver and compiler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Api {
+    /// NVIDIA's: the CUDA driver, NVRTC.
+    Cuda,
+    /// AMD's: HIP, hipRTC.
+    Hip,
+}
+
+impl Api {
+    /// Name in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "CUDA",
+            Self::Hip => "HIP",
+        }
+    }
+
+    /// Returns the name of one of CUDA's functions in this interface: the prefix differs.
+    pub(crate) fn function(self, name: &str) -> String {
+        match (self, name.strip_prefix("cu"), name.strip_prefix("nvrtc")) {
+            (Self::Hip, Some(rest), _) => format!("hip{rest}"),
+            (Self::Hip, _, Some(rest)) => format!("hiprtc{rest}"),
+            _ => name.to_owned(),
+        }
+    }
+}
+
+/// Declares a status: a number, of which a few have names.
+macro_rules! status {
+    ($(#[$doc:meta])* $name:ident of $prefix:literal { $($constant:ident = $number:literal;)* }) => {
+        $(#[$doc])*
+        #[repr(transparent)]
+        #[derive(Clone, Copy, PartialEq, Eq)]
+        pub struct $name(pub c_int);
+
+        impl $name {
+            /// The call succeeded.
+            pub const SUCCESS: Self = Self(0);
+            $(
+                #[doc = concat!("`", $prefix, stringify!($constant), "`.")]
+                pub const $constant: Self = Self($number);
+            )*
+        }
+
+        impl std::fmt::Debug for $name {
+            /// Writes CUDA's name, or the number.
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match self.0 {
+                    $($number => f.write_str(concat!($prefix, stringify!($constant))),)*
+                    number => write!(f, "error {number}"),
+                }
+            }
+        }
+    };
+}
+
+status! {
+    /// Result of a driver's function: 0, or the number of an error. HIP numbers the errors that have
+    /// names here as CUDA does. Any number may come, so this is no enumeration.
+    Status of "CUDA_ERROR_" {
+        INVALID_VALUE = 1;
+        OUT_OF_MEMORY = 2;
+        NOT_INITIALIZED = 3;
+        NO_DEVICE = 100;
+        INVALID_DEVICE = 101;
+        INVALID_IMAGE = 200;
+        INVALID_CONTEXT = 201;
+        NO_BINARY_FOR_GPU = 209;
+        NOT_FOUND = 500;
+        NOT_READY = 600;
+        ILLEGAL_ADDRESS = 700;
+        ASSERT = 710;
+        LAUNCH_FAILED = 719;
+        NOT_SUPPORTED = 801;
+        SYSTEM_DRIVER_MISMATCH = 803;
+        UNKNOWN = 999;
+    }
+}
+
+status! {
+    /// Result of a compiler's function, numbered alike by NVRTC and hipRTC.
+    CompilerStatus of "NVRTC_ERROR_" {
+        OUT_OF_MEMORY = 1;
+        PROGRAM_CREATION_FAILURE = 2;
+        INVALID_INPUT = 3;
+        INVALID_PROGRAM = 4;
+        INVALID_OPTION = 5;
+        COMPILATION = 6;
+        INTERNAL_ERROR = 11;
+    }
+}
+
+/// Writes the name of an AMD GPU's architecture (`gcnArchName`) to so many bytes, with a 0 at its end.
+pub type ArchitectureName = unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> Status;
+
 table! {
-    /// Functions of the CUDA driver.
-    Symbols of "CUDA" {
-        init = cuInit(c_uint) -> CUresult;
-        device_count = cuDeviceGetCount(*mut c_int) -> CUresult;
-        device_get = cuDeviceGet(*mut CUdevice, c_int) -> CUresult;
-        device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice) -> CUresult;
+    /// Functions of a GPU's driver.
+    pub Symbols of "CUDA"
+        with api: Api = Api::Cuda
+        with architecture_name: Option<ArchitectureName> = None
+    => {
+        init = cuInit(c_uint) -> Status;
+        device_count = cuDeviceGetCount(*mut c_int) -> Status;
+        device_get = cuDeviceGet(*mut CUdevice, c_int) -> Status;
+        device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
         device_attribute = cuDeviceGetAttribute(
             *mut c_int, CUdevice_attribute, CUdevice
-        ) -> CUresult;
-        context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> CUresult;
-        context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> CUresult;
-        context_set = cuCtxSetCurrent(CUcontext) -> CUresult;
-        context_current = cuCtxGetCurrent(*mut CUcontext) -> CUresult;
-        memory_info = cuMemGetInfo_v2(*mut usize, *mut usize) -> CUresult;
-        allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize) -> CUresult;
-        free = cuMemFree_v2(CUdeviceptr) -> CUresult;
-        allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> CUresult;
-        free_host = cuMemFreeHost(*mut c_void) -> CUresult;
+        ) -> Status;
+        context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> Status;
+        context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> Status;
+        context_set = cuCtxSetCurrent(CUcontext) -> Status;
+        context_current = cuCtxGetCurrent(*mut CUcontext) -> Status;
+        memory_info = cuMemGetInfo_v2(*mut usize, *mut usize) -> Status;
+        allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize) -> Status;
+        free = cuMemFree_v2(CUdeviceptr) -> Status;
+        allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> Status;
+        free_host = cuMemFreeHost(*mut c_void) -> Status;
         copy_to_device = cuMemcpyHtoDAsync_v2(
             CUdeviceptr, *const c_void, usize, CUstream
-        ) -> CUresult;
-        copy_to_host = cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> CUresult;
+        ) -> Status;
+        copy_to_host = cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> Status;
         copy_on_device = cuMemcpyDtoDAsync_v2(
             CUdeviceptr, CUdeviceptr, usize, CUstream
-        ) -> CUresult;
-        stream_create = cuStreamCreate(*mut CUstream, c_uint) -> CUresult;
-        stream_destroy = cuStreamDestroy_v2(CUstream) -> CUresult;
-        stream_wait = cuStreamWaitEvent(CUstream, CUevent, c_uint) -> CUresult;
-        event_create = cuEventCreate(*mut CUevent, c_uint) -> CUresult;
-        event_destroy = cuEventDestroy_v2(CUevent) -> CUresult;
-        event_record = cuEventRecord(CUevent, CUstream) -> CUresult;
-        event_query = cuEventQuery(CUevent) -> CUresult;
-        module_load = cuModuleLoadData(*mut CUmodule, *const c_void) -> CUresult;
-        module_unload = cuModuleUnload(CUmodule) -> CUresult;
-        module_function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> CUresult;
+        ) -> Status;
+        stream_create = cuStreamCreate(*mut CUstream, c_uint) -> Status;
+        stream_destroy = cuStreamDestroy_v2(CUstream) -> Status;
+        stream_wait = cuStreamWaitEvent(CUstream, CUevent, c_uint) -> Status;
+        event_create = cuEventCreate(*mut CUevent, c_uint) -> Status;
+        event_destroy = cuEventDestroy_v2(CUevent) -> Status;
+        event_record = cuEventRecord(CUevent, CUstream) -> Status;
+        event_query = cuEventQuery(CUevent) -> Status;
+        module_load = cuModuleLoadData(*mut CUmodule, *const c_void) -> Status;
+        module_unload = cuModuleUnload(CUmodule) -> Status;
+        module_function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> Status;
         launch = cuLaunchKernel(
             CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
             *mut *mut c_void, *mut *mut c_void
-        ) -> CUresult;
+        ) -> Status;
         function_attribute = cuFuncSetAttribute(
             CUfunction, CUfunction_attribute, c_int
-        ) -> CUresult;
+        ) -> Status;
     } optional {
-        event_elapsed = cuEventElapsedTime(*mut f32, CUevent, CUevent) -> CUresult;
+        event_elapsed = cuEventElapsedTime(*mut f32, CUevent, CUevent) -> Status;
         tensor_map = cuTensorMapEncodeTiled(
             *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64,
             *const c_uint, *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle,
             CUtensorMapL2promotion, CUtensorMapFloatOOBfill
-        ) -> CUresult;
+        ) -> Status;
     }
 }
 
 table! {
-    /// Functions of NVRTC.
-    CompilerSymbols of "CUDA" {
-        version = nvrtcVersion(*mut c_int, *mut c_int) -> nvrtcResult;
-        architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> nvrtcResult;
-        architectures = nvrtcGetSupportedArchs(*mut c_int) -> nvrtcResult;
+    /// Functions of a run-time compiler.
+    pub CompilerSymbols of "CUDA"
+        with api: Api = Api::Cuda
+    => {
+        version = nvrtcVersion(*mut c_int, *mut c_int) -> CompilerStatus;
+        architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> CompilerStatus;
+        architectures = nvrtcGetSupportedArchs(*mut c_int) -> CompilerStatus;
         create = nvrtcCreateProgram(
             *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char,
             *const *const c_char
-        ) -> nvrtcResult;
-        destroy = nvrtcDestroyProgram(*mut nvrtcProgram) -> nvrtcResult;
-        compile = nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> nvrtcResult;
-        log_size = nvrtcGetProgramLogSize(nvrtcProgram, *mut usize) -> nvrtcResult;
-        log = nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> nvrtcResult;
-        cubin_size = nvrtcGetCUBINSize(nvrtcProgram, *mut usize) -> nvrtcResult;
-        cubin = nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> nvrtcResult;
-        ptx_size = nvrtcGetPTXSize(nvrtcProgram, *mut usize) -> nvrtcResult;
-        ptx = nvrtcGetPTX(nvrtcProgram, *mut c_char) -> nvrtcResult;
+        ) -> CompilerStatus;
+        destroy = nvrtcDestroyProgram(*mut nvrtcProgram) -> CompilerStatus;
+        compile = nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> CompilerStatus;
+        log_size = nvrtcGetProgramLogSize(nvrtcProgram, *mut usize) -> CompilerStatus;
+        log = nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> CompilerStatus;
+        cubin_size = nvrtcGetCUBINSize(nvrtcProgram, *mut usize) -> CompilerStatus;
+        cubin = nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> CompilerStatus;
+        ptx_size = nvrtcGetPTXSize(nvrtcProgram, *mut usize) -> CompilerStatus;
+        ptx = nvrtcGetPTX(nvrtcProgram, *mut c_char) -> CompilerStatus;
     }
 }
 
 /// CU_EVENT_DISABLE_TIMING: cheaper events.
 pub(crate) const NO_TIMING: c_uint = 2;
 
-/// Converts a failed call to an error.
-pub(crate) fn driver_error(name: &str, error: CUresult) -> Error {
-    Error::Device { what: format!("{name}: {error:?}") }
+/// Converts a failed call of CUDA's function `name`, or of HIP's, to an error.
+pub(crate) fn driver_error(api: Api, name: &str, error: Status) -> Error {
+    let name = api.function(name);
+    let text = format!("{error:?}");
+    let what = match (api, text.strip_prefix("CUDA_ERROR_")) {
+        (Api::Hip, Some(text)) => format!("{name}: error {}, {text}", error.0),
+        _ => format!("{name}: {text}"),
+    };
+    Error::Device { what }
 }
 
 impl Symbols {
-    /// Loads this machine's driver.
+    /// Loads this machine's driver of an interface.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is none, or it lacks a function.
-    pub fn system() -> Result<Self> {
+    pub fn system(api: Api) -> Result<Self> {
+        if api == Api::Hip {
+            return hip::symbols();
+        }
         let library = open(&["libcuda.so.1", "libcuda.so"])
             .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
         // SAFETY: the library of this name is the driver.
@@ -111,11 +226,14 @@ impl Symbols {
 }
 
 impl CompilerSymbols {
-    /// Loads this machine's compiler.
+    /// Loads this machine's compiler of an interface.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is none, or it lacks a function.
-    pub fn system() -> Result<Self> {
+    pub fn system(api: Api) -> Result<Self> {
+        if api == Api::Hip {
+            return hip::compiler_symbols();
+        }
         let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
         let library = open(&names)
             .ok_or_else(|| missing("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
@@ -160,21 +278,26 @@ pub(crate) unsafe fn function<F: Copy>(
 
 /// Declares a structure of function pointers that [`function`] looks up by their C names.
 macro_rules! table {
-    ($(#[$doc:meta])* $name:ident of $what:literal {
+    ($(#[$doc:meta])* $vis:vis $name:ident of $what:literal
+        $(with $constant:ident: $constant_type:ty = $value:expr)* => {
         $($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*
     } $(optional {
         $($extra:ident = $extra_symbol:ident($($extra_argument:ty),*) -> $extra_result:ty;)*
     })?) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
-        pub struct $name {
+        $vis struct $name {
+            $(
+                #[doc = concat!("By default `", stringify!($value), "`.")]
+                $vis $constant: $constant_type,
+            )*
             $(
                 #[doc = concat!("`", stringify!($symbol), "`.")]
-                pub $field: unsafe extern "C" fn($($argument),*) -> $result,
+                $vis $field: unsafe extern "C" fn($($argument),*) -> $result,
             )*
             $($(
                 #[doc = concat!("`", stringify!($extra_symbol), "`, if the library has it.")]
-                pub $extra: Option<unsafe extern "C" fn($($extra_argument),*) -> $extra_result>,
+                $vis $extra: Option<unsafe extern "C" fn($($extra_argument),*) -> $extra_result>,
             )*)?
         }
 
@@ -196,6 +319,7 @@ macro_rules! table {
                 // SAFETY: as required of the caller.
                 unsafe {
                     Ok(Self {
+                        $($constant: $value,)*
                         $($field: function(library, $what, stringify!($symbol))?,)*
                         $($($extra: function(library, $what, stringify!($extra_symbol)).ok(),)*)?
                     })

@@ -8,13 +8,13 @@ use annulus_core::{
     DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, Tick, memory,
 };
 use cudarc::driver::sys::{
-    CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
-    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+    CUdeviceptr, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 use ndarray::{ArrayView4, ArrayViewMut4};
 
 use crate::{
-    CudaBuffer, Device, Event, Stream,
+    CudaBuffer, Device, Event, Status, Stream,
     symbols::{driver_error, missing},
 };
 
@@ -418,8 +418,8 @@ impl TensorMap {
             )
         });
         match made {
-            CUresult::CUDA_SUCCESS => Ok(map),
-            error => Err(driver_error("cuTensorMapEncodeTiled", error)),
+            Status::SUCCESS => Ok(map),
+            error => Err(driver_error(device.api(), "cuTensorMapEncodeTiled", error)),
         }
     }
 }

@@ -19,8 +19,8 @@ use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
-        CudaTensor, CudaView, Device, Stream, Symbols,
-        cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUresult, CUstream},
+        CudaTensor, CudaView, Device, Status, Stream, Symbols,
+        cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUstream},
     },
 };
 use annulus_cuda_emulator as emulator;
@@ -41,19 +41,19 @@ fn note(list: &Mutex<Vec<usize>>, stream: CUstream) {
     list.lock().unwrap_or_else(PoisonError::into_inner).push(stream as usize);
 }
 
-unsafe extern "C" fn retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
+unsafe extern "C" fn retain(context: *mut CUcontext, device: CUdevice) -> Status {
     RETAINED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the arguments are those of the driver's function.
     unsafe { (emulator::symbols().context_retain)(context, device) }
 }
 
-unsafe extern "C" fn release(device: CUdevice) -> CUresult {
+unsafe extern "C" fn release(device: CUdevice) -> Status {
     RELEASED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the arguments are those of the driver's function.
     unsafe { (emulator::symbols().context_release)(device) }
 }
 
-unsafe extern "C" fn destroy(stream: CUstream) -> CUresult {
+unsafe extern "C" fn destroy(stream: CUstream) -> Status {
     note(&DESTROYED, stream);
     // SAFETY: the arguments are those of the driver's function.
     unsafe { (emulator::symbols().stream_destroy)(stream) }
@@ -71,7 +71,7 @@ unsafe extern "C" fn launch(
     stream: CUstream,
     parameters: *mut *mut c_void,
     extra: *mut *mut c_void,
-) -> CUresult {
+) -> Status {
     note(&USED, stream);
     let [x, y, z, tx, ty, tz] = [x, y, z, threads_x, threads_y, threads_z];
     let launch = emulator::symbols().launch;
@@ -96,12 +96,9 @@ fn a_borrowed_context_and_stream_are_used_and_never_released() {
         let mut stream = std::ptr::null_mut();
         // SAFETY: pointers to locals. Context and stream outlive the run.
         let stream = unsafe {
-            assert_eq!(
-                (own.context_retain)(&raw mut context, ordinal as c_int),
-                CUresult::CUDA_SUCCESS
-            );
-            assert_eq!((own.context_set)(context), CUresult::CUDA_SUCCESS);
-            assert_eq!((own.stream_create)(&raw mut stream, 1), CUresult::CUDA_SUCCESS);
+            assert_eq!((own.context_retain)(&raw mut context, ordinal as c_int), Status::SUCCESS);
+            assert_eq!((own.context_set)(context), Status::SUCCESS);
+            assert_eq!((own.stream_create)(&raw mut stream, 1), Status::SUCCESS);
             lent.lock().unwrap().push(stream as usize);
             Stream::borrowed(&Device::borrowed(symbols, ordinal, context)?, stream)
         };
@@ -124,7 +121,7 @@ fn a_borrowed_context_and_stream_are_used_and_never_released() {
     for &stream in &*lent {
         // SAFETY: the stream was not destroyed.
         let code = unsafe { (emulator::symbols().stream_destroy)(stream as CUstream) };
-        assert_eq!(code, CUresult::CUDA_SUCCESS);
+        assert_eq!(code, Status::SUCCESS);
     }
 }
 

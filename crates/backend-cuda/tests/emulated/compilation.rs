@@ -13,11 +13,9 @@ use annulus_core::{DType, Dims, Error, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
-        Architecture, Compiler, CompilerSymbols, Device, ImageCache, Stream, Symbols,
-        cudarc::{
-            driver::sys::{CUmodule, CUresult},
-            nvrtc::sys::{nvrtcProgram, nvrtcResult},
-        },
+        Architecture, Compiler, CompilerStatus, CompilerSymbols, Device, ImageCache, Status,
+        Stream, Symbols,
+        cudarc::{driver::sys::CUmodule, nvrtc::sys::nvrtcProgram},
     },
 };
 use annulus_cuda_emulator as emulator;
@@ -64,13 +62,13 @@ unsafe extern "C" fn counted_compile(
     program: nvrtcProgram,
     count: c_int,
     options: *const *const c_char,
-) -> nvrtcResult {
+) -> CompilerStatus {
     COMPILED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the arguments are those of the compiler's function.
     unsafe { (emulator::compiler_symbols().compile)(program, count, options) }
 }
 
-unsafe extern "C" fn counted_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
+unsafe extern "C" fn counted_load(module: *mut CUmodule, image: *const c_void) -> Status {
     LOADED.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the arguments are those of the driver's function.
     unsafe { (emulator::symbols().module_load)(module, image) }
@@ -109,9 +107,9 @@ fn without_a_compiler_cached_images_are_used() {
     check(&staged("with a compiler", Duration::ZERO, move || open(found.clone())), 1).unwrap();
     let alone = Compiler::of_cache(cache()).unwrap();
     assert!(alone.is_cache_only() && !full.is_cache_only());
-    let architecture = Architecture { major: 8, minor: 0 };
+    let gpu = Architecture { major: 8, minor: 0 }.into();
     assert_eq!(alone.version(), full.version());
-    assert_eq!(alone.target(architecture).unwrap(), full.target(architecture).unwrap());
+    assert_eq!(alone.target(&gpu).unwrap(), full.target(&gpu).unwrap());
     let text = open(alone.clone()).unwrap().to_string();
     assert!(text.ends_with("NVRTC 0.0 (cached images only), level matrix"), "{text}");
     let used = alone.clone();

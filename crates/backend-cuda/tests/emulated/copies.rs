@@ -21,8 +21,8 @@ use annulus_core::{
     Outgoing, Passes, RankShard, Result, Rows, Spec, StagedSpace, Transport,
 };
 use annulus_cuda::device::{
-    CudaBuffer, CudaCopier, CudaSpace, Device, PinnedBuffer, Stream, Symbols,
-    cudarc::driver::sys::{CUevent, CUresult},
+    CudaBuffer, CudaCopier, CudaSpace, Device, PinnedBuffer, Status, Stream, Symbols,
+    cudarc::driver::sys::CUevent,
 };
 use annulus_cuda_emulator::{self as emulator, nccl_symbols};
 
@@ -280,9 +280,9 @@ thread_local! {
     static SLOW_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-unsafe extern "C" fn slow_query(event: CUevent) -> CUresult {
+unsafe extern "C" fn slow_query(event: CUevent) -> Status {
     if SLOW_UNTIL.get().is_some_and(|until| Instant::now() < until) {
-        return CUresult::CUDA_ERROR_NOT_READY;
+        return Status::NOT_READY;
     }
     // SAFETY: as required of the caller.
     unsafe { (emulator::symbols().event_query)(event) }

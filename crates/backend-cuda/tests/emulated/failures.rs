@@ -14,12 +14,10 @@ use annulus_core::{
 use annulus_cuda::{
     Cuda, Level, Variant,
     device::{
-        Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, CudaTensor, Device,
-        ImageKind, KernelProgram, Module, PinnedBuffer, Stream, Symbols, TensorMap,
-        cudarc::{
-            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule, CUresult},
-            nvrtc::sys::nvrtcResult,
-        },
+        Api, Architecture, Compiler, CompilerStatus, CompilerSymbols, CudaBuffer, CudaSpace,
+        CudaTensor, Device, ImageKind, KernelProgram, Module, PinnedBuffer, Status, Stream,
+        Symbols, TensorMap,
+        cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule},
     },
 };
 use annulus_cuda_emulator as emulator;
@@ -47,58 +45,54 @@ fn driver(change: impl FnOnce(&mut Symbols)) -> Symbols {
 
 // Driver functions that fail in one way each.
 
-unsafe extern "C" fn no_device(_: c_uint) -> CUresult {
-    CUresult::CUDA_ERROR_NO_DEVICE
+unsafe extern "C" fn no_device(_: c_uint) -> Status {
+    Status::NO_DEVICE
 }
 
-unsafe extern "C" fn mismatch(_: c_uint) -> CUresult {
-    CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+unsafe extern "C" fn mismatch(_: c_uint) -> Status {
+    Status::SYSTEM_DRIVER_MISMATCH
 }
 
-unsafe extern "C" fn none(count: *mut c_int) -> CUresult {
+unsafe extern "C" fn none(count: *mut c_int) -> Status {
     // SAFETY: a valid pointer, by the driver function's contract.
     unsafe { *count = 0 };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn old(
-    value: *mut c_int,
-    attribute: CUdevice_attribute,
-    _: CUdevice,
-) -> CUresult {
+unsafe extern "C" fn old(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> Status {
     let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
     // SAFETY: a valid pointer, by the driver function's contract.
     unsafe { *value = if major { 7 } else { 5 } };
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn full(_: *mut CUdeviceptr, _: usize) -> CUresult {
-    CUresult::CUDA_ERROR_OUT_OF_MEMORY
+unsafe extern "C" fn full(_: *mut CUdeviceptr, _: usize) -> Status {
+    Status::OUT_OF_MEMORY
 }
 
-unsafe extern "C" fn never_ready(_: CUevent) -> CUresult {
-    CUresult::CUDA_ERROR_NOT_READY
+unsafe extern "C" fn never_ready(_: CUevent) -> Status {
+    Status::NOT_READY
 }
 
 static QUERIES: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" fn worse_and_worse(_: CUevent) -> CUresult {
+unsafe extern "C" fn worse_and_worse(_: CUevent) -> Status {
     match QUERIES.fetch_add(1, Ordering::Relaxed) {
-        0 => CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
-        _ => CUresult::CUDA_ERROR_ASSERT,
+        0 => Status::ILLEGAL_ADDRESS,
+        _ => Status::ASSERT,
     }
 }
 
 // Compiler functions that fail in one way each.
 
-unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> nvrtcResult {
-    nvrtcResult::NVRTC_ERROR_INTERNAL_ERROR
+unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> CompilerStatus {
+    CompilerStatus::INTERNAL_ERROR
 }
 
-unsafe extern "C" fn newer_only(list: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn newer_only(list: *mut c_int) -> CompilerStatus {
     // SAFETY: room for one element, by NVRTC's contract, because the count was one.
     unsafe { *list = 100 };
-    nvrtcResult::NVRTC_SUCCESS
+    CompilerStatus::SUCCESS
 }
 
 /// Error text of opening a backend with this driver and compiler.
@@ -152,10 +146,12 @@ fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
 
 #[test]
 fn the_machines_libraries_load_or_their_absence_is_a_one_line_error() {
-    for (error, word) in [
-        (Symbols::system().err(), "no driver"),
-        (CompilerSymbols::system().err(), "no run-time compiler"),
-    ] {
+    for (error, word) in [Api::Cuda, Api::Hip].into_iter().flat_map(|api| {
+        [
+            (Symbols::system(api).err(), "no driver"),
+            (CompilerSymbols::system(api).err(), "no run-time compiler"),
+        ]
+    }) {
         let Some(error) = error else { continue };
         assert!(error.to_string().contains(word) && !error.is_fatal(), "{error}");
         assert_eq!(error.to_string().lines().count(), 1);
@@ -215,9 +211,9 @@ static TICKS: AtomicUsize = AtomicUsize::new(0);
 const WORK_TICKS: usize = 20;
 
 /// As the emulated driver, after [`WORK_TICKS`].
-unsafe extern "C" fn ready_after_ticks(event: CUevent) -> CUresult {
+unsafe extern "C" fn ready_after_ticks(event: CUevent) -> Status {
     if TICKS.load(Ordering::Relaxed) < WORK_TICKS {
-        return CUresult::CUDA_ERROR_NOT_READY;
+        return Status::NOT_READY;
     }
     // SAFETY: as required of the caller.
     unsafe { (emulator::symbols().event_query)(event) }
@@ -255,24 +251,24 @@ fn a_download_ticks_while_it_waits_for_work() {
 
 static FREED: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" fn counted_free(_: CUdeviceptr) -> CUresult {
+unsafe extern "C" fn counted_free(_: CUdeviceptr) -> Status {
     FREED.fetch_add(1, Ordering::Relaxed);
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn counted_free_host(_: *mut c_void) -> CUresult {
+unsafe extern "C" fn counted_free_host(_: *mut c_void) -> Status {
     FREED.fetch_add(1, Ordering::Relaxed);
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn counted_unload(_: CUmodule) -> CUresult {
+unsafe extern "C" fn counted_unload(_: CUmodule) -> Status {
     FREED.fetch_add(1, Ordering::Relaxed);
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
-unsafe extern "C" fn counted_release(_: CUdevice) -> CUresult {
+unsafe extern "C" fn counted_release(_: CUdevice) -> Status {
     FREED.fetch_add(1, Ordering::Relaxed);
-    CUresult::CUDA_SUCCESS
+    Status::SUCCESS
 }
 
 /// The driver waits for a kernel before it frees memory, unloads a module or releases the context:
@@ -332,7 +328,7 @@ fn a_compiler_error_names_the_file() {
 fn ptx_is_compiled_for_newer_gpus_and_unknown_ones_are_refused() {
     // the emulated compiler supports 8.0 only
     let compiler = compiler().unwrap();
-    let target = |major, minor| compiler.target(Architecture { major, minor });
+    let target = |major, minor| compiler.target(&Architecture { major, minor }.into());
     assert_eq!(target(8, 0).unwrap(), (ImageKind::Cubin, "sm_80".into()));
     assert_eq!(target(9, 0).unwrap(), (ImageKind::Ptx, "compute_80".into()));
     let error = target(7, 5).unwrap_err();

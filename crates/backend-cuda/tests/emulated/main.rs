@@ -9,6 +9,7 @@ mod copies;
 mod decode;
 mod failures;
 mod fork;
+mod hip;
 mod matrix_backward;
 mod mistakes;
 mod nccl;

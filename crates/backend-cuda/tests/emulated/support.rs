@@ -178,7 +178,7 @@ pub(crate) fn compiler() -> Result<Compiler> {
     Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
 }
 
-fn cache() -> ImageCache {
+pub(crate) fn cache() -> ImageCache {
     ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 

@@ -22,8 +22,8 @@ use annulus_core::{Control, HostViews, Transport};
 use annulus_cuda::{
     Cuda,
     device::{
-        Compiler, CudaCopier, CudaSpace, Device, ImageCache, Stream, Symbols,
-        cudarc::driver::sys::CUresult,
+        Compiler, CudaCopier, CudaSpace, Device, ImageCache, Status as DriverStatus, Stream,
+        Symbols,
         nccl::{Config, NcclSymbols, RawCommunicator, Status, UniqueId},
     },
 };
@@ -53,8 +53,8 @@ fn numbers(heads: usize, shift: usize) -> Array4<f32> {
 }
 
 /// Fails allocations of pinned memory, which only staged transports need.
-unsafe extern "C" fn none(_: *mut *mut std::ffi::c_void, _: usize) -> CUresult {
-    CUresult::CUDA_ERROR_OUT_OF_MEMORY
+unsafe extern "C" fn none(_: *mut *mut std::ffi::c_void, _: usize) -> DriverStatus {
+    DriverStatus::OUT_OF_MEMORY
 }
 
 /// Plan of this rank.

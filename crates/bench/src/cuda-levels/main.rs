@@ -48,7 +48,7 @@ use annulus_bench::{
 };
 use annulus_cuda::{
     Cuda, Level, Variant,
-    device::{Architecture, Compiler, CompilerSymbols, ImageCache, Symbols},
+    device::{Api, Architecture, Compiler, CompilerSymbols, ImageCache, Symbols},
 };
 use annulus_cuda_emulator as emulator;
 use serde_json::json;
@@ -80,9 +80,13 @@ fn open_levels(settings: &Parameters) -> Result<Vec<Setup>> {
         }
         let number =
             device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
-        let driver = Symbols::system().map(pass::watched);
-        let cuda =
-            Cuda::with_symbols(driver, CompilerSymbols::system, ImageCache::of_user(), number)?;
+        let driver = Symbols::system(Api::Cuda).map(pass::watched);
+        let cuda = Cuda::with_symbols(
+            driver,
+            || CompilerSymbols::system(Api::Cuda),
+            ImageCache::of_user(),
+            number,
+        )?;
         cuda.at_level(level)
     };
     let open = |(name, level): (String, Level)| {
@@ -177,8 +181,8 @@ fn compile(capability: &str, settings: &Parameters) -> Result<()> {
     let architecture = Architecture { major: number(major)?, minor: number(minor)? };
     let folder = || Error::invalid(ImageCache::VARIABLE, "no folder", "a folder for the images");
     let cache = ImageCache::of_user().ok_or_else(folder)?;
-    let compiler = Compiler::new(Some(cache))?;
-    let (kind, target) = compiler.target(architecture)?;
+    let compiler = Compiler::new(Api::Cuda, Some(cache))?;
+    let (kind, target) = compiler.target(&architecture.into())?;
     let is_wanted =
         |variant: &Variant| dtypes.contains(&variant.dtype) && dims.contains(&variant.dim);
     let variants: Vec<_> = Variant::all_on(architecture).filter(is_wanted).collect();

@@ -22,8 +22,8 @@ use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
     Cuda, Level,
     device::{
-        CudaCopier, CudaSpace, CudaTensor, Stream, Symbols,
-        cudarc::driver::sys::{CUevent, CUfunction, CUmodule, CUresult, CUstream},
+        CudaCopier, CudaSpace, CudaTensor, Status, Stream, Symbols,
+        cudarc::driver::sys::{CUevent, CUfunction, CUmodule, CUstream},
     },
 };
 use half::{bf16, f16};
@@ -245,12 +245,12 @@ unsafe extern "C" fn module_function(
     function: *mut CUfunction,
     module: CUmodule,
     name: *const c_char,
-) -> CUresult {
-    let Some(driver) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
+) -> Status {
+    let Some(driver) = DRIVER.get() else { return Status::NOT_INITIALIZED };
     // SAFETY: the arguments are those of the driver's function; the name ends in 0.
     unsafe {
         let found = (driver.module_function)(function, module, name);
-        if found == CUresult::CUDA_SUCCESS {
+        if found == Status::SUCCESS {
             let name = std::ffi::CStr::from_ptr(name).to_string_lossy().into_owned();
             lock(&KERNEL_NAMES).insert(*function as usize, name);
         }
@@ -270,8 +270,8 @@ unsafe extern "C" fn launch(
     stream: CUstream,
     parameters: *mut *mut c_void,
     extra: *mut *mut c_void,
-) -> CUresult {
-    let Some(driver) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
+) -> Status {
+    let Some(driver) = DRIVER.get() else { return Status::NOT_INITIALIZED };
     let runs = RUNS.load(Ordering::Relaxed);
     let mark = || {
         let mut event: CUevent = std::ptr::null_mut();

@@ -74,6 +74,7 @@ pub(crate) fn backend() -> impl TypedValueParser<Value = BackendName> {
         (BackendName::Cpu, BackendName::Cpu.name(), "Host memory and SIMD"),
         (BackendName::Wgpu, BackendName::Wgpu.name(), "Any GPU through WebGPU"),
         (BackendName::Cuda, BackendName::Cuda.name(), "NVIDIA GPUs"),
+        (BackendName::Hip, BackendName::Hip.name(), "AMD GPUs"),
     ])
 }
 

@@ -6,6 +6,8 @@ mod mpi;
 mod process;
 
 use annulus::backend::BackendName;
+#[cfg(feature = "cuda")]
+use annulus::backend::cuda::device::Api;
 use annulus_cpu::Isa;
 use clap::Args;
 
@@ -122,7 +124,10 @@ fn of_build(isa: Option<Isa>) -> Findings {
     #[cfg(feature = "wgpu")]
     of_adapters().iter().for_each(|adapter| line("wgpu", adapter));
     #[cfg(feature = "cuda")]
-    of_gpus().iter().for_each(|gpu| line("cuda", gpu));
+    {
+        of_gpus(Api::Cuda).iter().for_each(|gpu| line("cuda", gpu));
+        of_gpus(Api::Hip).iter().for_each(|gpu| line("hip", gpu));
+    }
     #[cfg(feature = "nccl")]
     line("nccl", &of_nccl());
     let [mpi, nccl] = [cfg!(feature = "mpi"), cfg!(feature = "nccl")];
@@ -158,17 +163,21 @@ fn with_missing(all: &[(&str, bool)]) -> String {
     }
 }
 
-/// Describes each NVIDIA GPU and its compiler, or what is missing.
+/// Describes each GPU of an interface and its compiler, or what is missing.
 #[cfg(feature = "cuda")]
-fn of_gpus() -> Vec<String> {
+fn of_gpus(api: Api) -> Vec<String> {
     use annulus::backend::cuda::{Cuda, device::Device};
+    let open = match api {
+        Api::Cuda => Cuda::open,
+        Api::Hip => Cuda::open_hip,
+    };
     let described = |number| {
         format!(
             "device {number}: {}",
-            Cuda::open(number).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
+            open(number).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
         )
     };
-    Device::count().map_or_else(
+    Device::count(api).map_or_else(
         |missing| vec![missing.to_string()],
         |count| (0..count).map(described).collect(),
     )

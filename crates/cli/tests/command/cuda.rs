@@ -63,6 +63,12 @@ impl Machine {
             "libnvrtc.so",
             "libnccl.so.2",
             "libnccl.so",
+            "libamdhip64.so.7",
+            "libamdhip64.so.6",
+            "libamdhip64.so.5",
+            "libhiprtc.so.7",
+            "libhiprtc.so.6",
+            "libhiprtc.so.5",
         ] {
             // not a library, but found before a real one
             fs::write(folder.path(library), "").unwrap();
@@ -114,10 +120,20 @@ impl Machine {
 
     /// Checks that computing on its GPU fails with `what`, and that doctor prints the same.
     fn lacks(&self, what: &str) {
-        self.run("bench --backend cuda --ns 8").failed(1, &[what]);
+        self.lacks_for("cuda", what);
+    }
+
+    fn lacks_for(&self, backend: &str, what: &str) {
+        self.run(&format!("bench --backend {backend} --ns 8")).failed(1, &[what]);
+        self.prints(backend, what);
+    }
+
+    /// Checks that doctor prints a line of a backend that ends with `what`.
+    fn prints(&self, backend: &str, what: &str) {
         let doctor = self.run("doctor").out;
+        let start = format!("{backend} ");
         assert!(
-            doctor.lines().any(|line| line.starts_with("cuda ") && line.ends_with(what)),
+            doctor.lines().any(|line| line.starts_with(&start) && line.ends_with(what)),
             "{what}: {doctor}"
         );
     }
@@ -169,15 +185,82 @@ fn each_missing_component_is_named() {
 #[test]
 fn doctor_lists_the_gpu_and_the_compiler() {
     let machine = Machine::new("cuda_all").with_driver(&[]).with_compiler(&[]);
-    let doctor = machine.run("doctor").out;
-    assert!(
-        doctor.lines().any(|line| line.starts_with("cuda ")
-            && line.ends_with("X, compute capability 9.0, NVRTC 13.0, level warpgroup")),
-        "{doctor}"
-    );
+    machine.prints("cuda", "X, compute capability 9.0, NVRTC 13.0, level warpgroup");
     machine
         .run("bench --backend cuda --device 1 --ns 8")
         .failed(1, &["device: got 1", "a GPU's number, below 1"]);
+}
+
+/// Functions of HIP that report one GPU, whose name is in the structure of ROCm 6 or of ROCm 5.
+fn hip_driver(properties: &str, offset: usize, name: &str) -> Vec<(String, String)> {
+    let text = |name: &str, body: &str| (name.to_owned(), body.to_owned());
+    vec![
+        text("hipGetDeviceCount", "int hipGetDeviceCount(int *count) { *count = 1; return 0; }"),
+        text(
+            "hipDeviceGetName",
+            "int hipDeviceGetName(char *name) { name[0] = 'X'; name[1] = 0; return 0; }",
+        ),
+        text(
+            "hipDeviceGetAttribute",
+            "int hipDeviceGetAttribute(int *value, int which) { *value = which == 63 ? 304 : 1; \
+             return which == 63 || which == 19 ? 0 : 1; }",
+        ),
+        (
+            properties.to_owned(),
+            format!(
+                "int {properties}(char *to) {{ const char *from = \"{name}\"; to += {offset}; \
+                 do *to++ = *from; while (*from++); return 0; }}"
+            ),
+        ),
+        text(
+            "hipRuntimeGetVersion",
+            "int hipRuntimeGetVersion(int *version) { *version = 60342134; return 0; }",
+        ),
+        text(
+            "hiprtcVersion",
+            "int hiprtcVersion(int *major, int *minor) { *major = 9; *minor = 0; return 0; }",
+        ),
+    ]
+}
+
+#[test]
+fn hip_is_found_in_the_libraries_of_rocm_5_and_6_and_what_is_missing_is_named() {
+    const TABLE: &str = include_str!("../../../device-cuda/src/hip.rs");
+    let named = |starts: fn(&str) -> bool| -> Vec<String> {
+        names(TABLE, "hip").into_iter().filter(|name| starts(name)).collect()
+    };
+    let compiler = named(|name| name.starts_with("hiprtc"));
+    let with =
+        |machine: Machine, library: &str, functions: &[String], written: &[(String, String)]| {
+            let written: Vec<_> =
+                written.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+            machine.with(library, functions, &written)
+        };
+    let this_machine = |what: &str| format!("HIP is not supported by this machine: {what}");
+    let six = hip_driver("hipGetDevicePropertiesR0600", 1160, "gfx942:sramecc+:xnack-");
+    let driver = named(|name| !name.starts_with("hiprtc"));
+    let machine = with(Machine::new("hip_6"), "libamdhip64.so.6", &driver, &six);
+    machine.lacks_for("hip", &this_machine("no run-time compiler (libhiprtc.so was not found)"));
+    let machine = with(machine, "libhiprtc.so.6", &compiler, &six);
+    machine.prints("hip", "X, gfx942:sramecc+:xnack-, hipRTC 9, HIP 60342134, level plain");
+    machine
+        .run("bench --backend hip --device 1 --ns 8")
+        .failed(1, &["device: got 1", "a GPU's number, below 1"]);
+    // ROCm 5: an older structure, and hipRTC in the driver's library
+    let five = hip_driver("hipGetDeviceProperties", 396, "gfx90a:sramecc+:xnack-");
+    let all = named(|name| name != "hipGetDevicePropertiesR0600");
+    let machine = with(Machine::new("hip_5"), "libamdhip64.so.5", &all, &five);
+    machine.prints("hip", "X, gfx90a:sramecc+:xnack-, hipRTC 9, HIP 60342134, level plain");
+    Machine::new("hip_none")
+        .lacks_for("hip", &this_machine("no driver (libamdhip64.so was not found)"));
+    let without_launch: Vec<String> =
+        all.iter().filter(|name| *name != "hipModuleLaunchKernel").cloned().collect();
+    with(Machine::new("hip_old"), "libamdhip64.so.5", &without_launch, &five)
+        .lacks_for("hip", &this_machine("its library has no hipModuleLaunchKernel"));
+    // HIP's answer without a GPU
+    let none = [five, vec![("hipInit".into(), "int hipInit() { return 101; }".into())]].concat();
+    with(Machine::new("hip_no_gpu"), "libamdhip64.so.5", &all, &none)
+        .lacks_for("hip", &this_machine("no GPU"));
 }
 
 #[cfg(feature = "nccl")]

@@ -42,7 +42,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 use annulus_device_cuda::{
-    CudaBuffer, CudaSpace, Device, Event, Stream,
+    Api, CudaBuffer, CudaSpace, Device, Event, Stream,
     nccl::{NcclSymbols, RawCommunicator, UniqueId},
 };
 
@@ -96,7 +96,11 @@ impl<T: Transport<Host>> Nccl<T> {
     /// # Errors
     /// See the [module](self).
     pub fn open(inner: T, device: &Device, deadline: Duration) -> Result<Self> {
-        Self::with_symbols(inner, device, NcclSymbols::system(), deadline)
+        let symbols = match device.api() {
+            Api::Cuda => NcclSymbols::system(),
+            Api::Hip => Err(Error::unsupported("transport nccl", "backend hip")),
+        };
+        Self::with_symbols(inner, device, symbols, deadline)
     }
 
     /// As [`Nccl::open`], with these functions; an error on all ranks if one rank has none.

@@ -1,0 +1,332 @@
+//! HIP's functions as a table of CUDA's: AMD's driver and compiler.
+//!
+//! | CUDA | HIP |
+//! |---|---|
+//! | a device's primary context | none: a device's number plus 1 stands for it |
+//! | `cuCtxSetCurrent`, `cuCtxGetCurrent` | `hipSetDevice`, `hipGetDevice` |
+//! | attributes of a device | other numbers |
+//! | `cuMemAllocHost(p, n)` | `hipHostMalloc(p, n, 0)` |
+//! | `cuFuncSetAttribute` of shared memory | not needed up to 64 KiB; more is refused |
+//! | compute capability | `gcnArchName` of `hipGetDevicePropertiesR0600` |
+//! | NVRTC's list of architectures | none: hipRTC is asked to compile |
+//! | cubin, PTX | code object |
+//!
+//! # Source
+//! ROCm's documentation of the HIP runtime and of hipRTC; `hip_runtime_api.h` of 5.2 to 7.1. Compiled
+//! and emulated, never run on an AMD GPU.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    path::PathBuf,
+    ptr,
+    sync::OnceLock,
+};
+
+use annulus_core::Result;
+use cudarc::{
+    driver::sys::{
+        CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
+        CUfunction_attribute, CUmodule, CUstream,
+    },
+    nvrtc::sys::nvrtcProgram,
+};
+
+use crate::{
+    Api, CompilerStatus, CompilerSymbols, Status, Symbols,
+    symbols::{function, missing, open, table},
+};
+
+table! {
+    /// HIP's functions.
+    pub(crate) HipSymbols of "HIP" => {
+        init = hipInit(c_uint) -> Status;
+        device_count = hipGetDeviceCount(*mut c_int) -> Status;
+        device_name = hipDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
+        device_attribute = hipDeviceGetAttribute(*mut c_int, c_int, c_int) -> Status;
+        device_set = hipSetDevice(c_int) -> Status;
+        device_current = hipGetDevice(*mut c_int) -> Status;
+        memory_info = hipMemGetInfo(*mut usize, *mut usize) -> Status;
+        allocate = hipMalloc(*mut CUdeviceptr, usize) -> Status;
+        free = hipFree(CUdeviceptr) -> Status;
+        allocate_host = hipHostMalloc(*mut *mut c_void, usize, c_uint) -> Status;
+        free_host = hipHostFree(*mut c_void) -> Status;
+        copy_to_device = hipMemcpyHtoDAsync(CUdeviceptr, *const c_void, usize, CUstream) -> Status;
+        copy_to_host = hipMemcpyDtoHAsync(*mut c_void, CUdeviceptr, usize, CUstream) -> Status;
+        copy_on_device = hipMemcpyDtoDAsync(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Status;
+        stream_create = hipStreamCreateWithFlags(*mut CUstream, c_uint) -> Status;
+        stream_destroy = hipStreamDestroy(CUstream) -> Status;
+        stream_wait = hipStreamWaitEvent(CUstream, CUevent, c_uint) -> Status;
+        event_create = hipEventCreateWithFlags(*mut CUevent, c_uint) -> Status;
+        event_destroy = hipEventDestroy(CUevent) -> Status;
+        event_record = hipEventRecord(CUevent, CUstream) -> Status;
+        event_query = hipEventQuery(CUevent) -> Status;
+        event_elapsed = hipEventElapsedTime(*mut f32, CUevent, CUevent) -> Status;
+        module_load = hipModuleLoadData(*mut CUmodule, *const c_void) -> Status;
+        module_unload = hipModuleUnload(CUmodule) -> Status;
+        module_function = hipModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> Status;
+        launch = hipModuleLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+            *mut *mut c_void, *mut *mut c_void
+        ) -> Status;
+    } optional {
+        version = hipRuntimeGetVersion(*mut c_int) -> Status;
+        properties_of_6 = hipGetDevicePropertiesR0600(*mut c_void, c_int) -> Status;
+        properties_of_5 = hipGetDeviceProperties(*mut c_void, c_int) -> Status;
+    }
+}
+
+table! {
+    /// hipRTC's functions.
+    pub(crate) HipCompilerSymbols of "HIP" => {
+        version = hiprtcVersion(*mut c_int, *mut c_int) -> CompilerStatus;
+        create = hiprtcCreateProgram(
+            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char,
+            *const *const c_char
+        ) -> CompilerStatus;
+        destroy = hiprtcDestroyProgram(*mut nvrtcProgram) -> CompilerStatus;
+        compile = hiprtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> CompilerStatus;
+        log_size = hiprtcGetProgramLogSize(nvrtcProgram, *mut usize) -> CompilerStatus;
+        log = hiprtcGetProgramLog(nvrtcProgram, *mut c_char) -> CompilerStatus;
+        code_size = hiprtcGetCodeSize(nvrtcProgram, *mut usize) -> CompilerStatus;
+        code = hiprtcGetCode(nvrtcProgram, *mut c_char) -> CompilerStatus;
+    }
+}
+
+/// Functions of the loaded library: a process uses one major version of HIP, because two do not share
+/// devices.
+static HIP: OnceLock<HipSymbols> = OnceLock::new();
+static HIP_COMPILER: OnceLock<HipCompilerSymbols> = OnceLock::new();
+
+/// Loads this machine's HIP.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+pub(crate) fn symbols() -> Result<Symbols> {
+    let library =
+        library("libamdhip64.so", &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"])
+            .ok_or_else(|| missing("HIP", "no driver (libamdhip64.so was not found)"))?;
+    // SAFETY: the library of this name is HIP's runtime.
+    let found = unsafe { HipSymbols::of(library)? };
+    let hip = HIP.get_or_init(|| found);
+    Ok(Symbols {
+        api: Api::Hip,
+        architecture_name: Some(architecture_name),
+        init: hip.init,
+        device_count: hip.device_count,
+        device_get,
+        device_name: hip.device_name,
+        device_attribute,
+        context_retain,
+        context_release,
+        context_set,
+        context_current,
+        memory_info: hip.memory_info,
+        allocate: hip.allocate,
+        free: hip.free,
+        allocate_host,
+        free_host: hip.free_host,
+        copy_to_device: hip.copy_to_device,
+        copy_to_host: hip.copy_to_host,
+        copy_on_device: hip.copy_on_device,
+        stream_create: hip.stream_create,
+        stream_destroy: hip.stream_destroy,
+        stream_wait: hip.stream_wait,
+        event_create: hip.event_create,
+        event_destroy: hip.event_destroy,
+        event_record: hip.event_record,
+        event_query: hip.event_query,
+        module_load: hip.module_load,
+        module_unload: hip.module_unload,
+        module_function: hip.module_function,
+        launch: hip.launch,
+        function_attribute,
+        event_elapsed: Some(hip.event_elapsed),
+        tensor_map: None,
+    })
+}
+
+/// Loads this machine's hipRTC, which older releases have in the driver's library.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
+    let names = ["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
+    // SAFETY: the pointer is not called.
+    let has_compiler = |library: &&'static libloading::Library| unsafe {
+        function::<unsafe extern "C" fn()>(library, "HIP", "hiprtcVersion").is_ok()
+    };
+    let older = || library("libamdhip64.so", &["libamdhip64.so.5"]).filter(has_compiler);
+    let library = library("libhiprtc.so", &names)
+        .or_else(older)
+        .ok_or_else(|| missing("HIP", "no run-time compiler (libhiprtc.so was not found)"))?;
+    // SAFETY: the library of this name is hipRTC.
+    let found = unsafe { HipCompilerSymbols::of(library)? };
+    let hip = HIP_COMPILER.get_or_init(|| found);
+    Ok(CompilerSymbols {
+        api: Api::Hip,
+        version: compiler_version,
+        architecture_count,
+        architectures,
+        create: hip.create,
+        destroy: hip.destroy,
+        compile: hip.compile,
+        log_size: hip.log_size,
+        log: hip.log,
+        cubin_size: hip.code_size,
+        cubin: hip.code,
+        ptx_size: hip.code_size,
+        ptx: hip.code,
+    })
+}
+
+/// Loads the first of these libraries that the linker finds, or that is in ROCm's folder: sites often
+/// set only `ROCM_PATH`. A library that the process has loaded already comes first.
+fn library(any: &str, names: &[&str]) -> Option<&'static libloading::Library> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut loaded = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let loaded =
+        loaded.find(|path| path.rsplit('/').next().is_some_and(|file| file.starts_with(any)));
+    let folders = ["ROCM_PATH", "HIP_PATH"].into_iter().filter_map(std::env::var_os);
+    let folders = folders.map(PathBuf::from).chain([PathBuf::from("/opt/rocm")]);
+    let in_folders = folders.map(|folder| folder.join("lib").join(any).display().to_string());
+    let all: Vec<String> = loaded
+        .map(str::to_owned)
+        .into_iter()
+        .chain(names.iter().map(|name| (*name).to_owned()))
+        .chain(in_folders)
+        .collect();
+    open(&all.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// Calls a function of the loaded library.
+fn hip(call: impl FnOnce(&HipSymbols) -> Status) -> Status {
+    HIP.get().map_or(Status::NOT_INITIALIZED, call)
+}
+
+/// The handle that stands for the context of a device.
+const fn context_of(device: c_int) -> CUcontext {
+    ptr::without_provenance_mut(device as usize + 1)
+}
+
+/// The device whose context a handle stands for; the first one for no context.
+fn device_of(context: CUcontext) -> c_int {
+    c_int::try_from(context.addr().saturating_sub(1)).unwrap_or(c_int::MAX)
+}
+
+unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> Status {
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *device = ordinal };
+    Status::SUCCESS
+}
+
+/// Translates the attributes that devices are asked for.
+unsafe extern "C" fn device_attribute(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    device: CUdevice,
+) -> Status {
+    let number = match attribute {
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 63,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE => 19,
+        _ => return Status::INVALID_VALUE,
+    };
+    // SAFETY: as the caller guarantees.
+    hip(|hip| unsafe { (hip.device_attribute)(value, number, device) })
+}
+
+unsafe extern "C" fn architecture_name(to: *mut c_char, len: c_int, device: CUdevice) -> Status {
+    // more than the structure of any release
+    let mut properties = [0u64; 512];
+    let at = properties.as_mut_ptr().cast::<c_void>();
+    // offset of gcnArchName: the structure of ROCm 6 under its own name, that of ROCm 5 else
+    let (status, offset) = hip_properties(at, device);
+    if status != Status::SUCCESS {
+        return status;
+    }
+    let bytes: &[u8] = bytemuck::cast_slice(&properties);
+    let Ok(name) = CStr::from_bytes_until_nul(&bytes[offset..]) else {
+        return Status::INVALID_VALUE;
+    };
+    let name = name.to_bytes_with_nul();
+    if !name.starts_with(b"gfx") || name.len() > len.unsigned_abs() as usize {
+        return Status::INVALID_VALUE;
+    }
+    // SAFETY: the caller passes room for `len` characters.
+    unsafe { ptr::copy_nonoverlapping(name.as_ptr().cast(), to, name.len()) };
+    Status::SUCCESS
+}
+
+/// Reads the properties of a device, and returns the offset of `gcnArchName`.
+fn hip_properties(to: *mut c_void, device: CUdevice) -> (Status, usize) {
+    let Some(hip) = HIP.get() else { return (Status::NOT_INITIALIZED, 0) };
+    match (hip.properties_of_6, hip.properties_of_5) {
+        // SAFETY: `to` has room for the structure of any release.
+        (Some(read), _) => (unsafe { read(to, device) }, 1160),
+        // SAFETY: as above.
+        (None, Some(read)) => (unsafe { read(to, device) }, 396),
+        (None, None) => (Status::NOT_SUPPORTED, 0),
+    }
+}
+
+unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -> Status {
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *context = context_of(device) };
+    Status::SUCCESS
+}
+
+unsafe extern "C" fn context_release(_: CUdevice) -> Status {
+    Status::SUCCESS
+}
+
+unsafe extern "C" fn context_set(context: CUcontext) -> Status {
+    // SAFETY: no pointers.
+    hip(|hip| unsafe { (hip.device_set)(device_of(context)) })
+}
+
+unsafe extern "C" fn context_current(context: *mut CUcontext) -> Status {
+    let mut device = 0;
+    // SAFETY: a pointer to a local.
+    let status = hip(|hip| unsafe { (hip.device_current)(&raw mut device) });
+    if status == Status::SUCCESS {
+        // SAFETY: the caller passes a valid pointer.
+        unsafe { *context = context_of(device) };
+    }
+    status
+}
+
+unsafe extern "C" fn allocate_host(start: *mut *mut c_void, bytes: usize) -> Status {
+    // SAFETY: as the caller guarantees.
+    hip(|hip| unsafe { (hip.allocate_host)(start, bytes, 0) })
+}
+
+/// Shared memory of a launch: up to 64 KiB need no attribute.
+unsafe extern "C" fn function_attribute(
+    _: CUfunction,
+    _: CUfunction_attribute,
+    value: c_int,
+) -> Status {
+    if value <= 64 * 1024 { Status::SUCCESS } else { Status::INVALID_VALUE }
+}
+
+/// hipRTC's major version, and the version of HIP: hipRTC's own does not change with the compiler that
+/// it contains (9.0 in ROCm 5.2.3).
+unsafe extern "C" fn compiler_version(major: *mut c_int, hip: *mut c_int) -> CompilerStatus {
+    let Some(compiler) = HIP_COMPILER.get() else { return CompilerStatus::INTERNAL_ERROR };
+    // SAFETY: the caller passes valid pointers.
+    let status = unsafe { (compiler.version)(major, hip) };
+    if let Some(read) = HIP.get().and_then(|driver| driver.version) {
+        // SAFETY: as above; on failure the minor version stays.
+        let _ = unsafe { read(hip) };
+    }
+    status
+}
+
+unsafe extern "C" fn architecture_count(count: *mut c_int) -> CompilerStatus {
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *count = 0 };
+    CompilerStatus::SUCCESS
+}
+
+unsafe extern "C" fn architectures(_: *mut c_int) -> CompilerStatus {
+    CompilerStatus::SUCCESS
+}
