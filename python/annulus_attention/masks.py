@@ -98,7 +98,7 @@ def function(
     Args:
         name: Ranks agree on it in place of the function: give functions that differ two names.
         visible: ``visible(i', j')``; a pure function.
-        intervals: The same as at most four half-open intervals of key positions,
+        intervals: The same as half-open intervals of key positions,
             ``intervals(i') = [(low, high), …]``.
     """
     if intervals is not None:

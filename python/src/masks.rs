@@ -73,8 +73,7 @@ impl Visibility for OfPositions {
         let intervals = self.0.intervals.as_ref()?;
         let ranges: Vec<(i64, i64)> =
             self.0.call(|py| intervals.bind(py).call1((query.position,))?.extract());
-        let parts = ranges.into_iter().map(|(low, high)| KeyIntervals::one(low, high));
-        parts.into_iter().try_fold(KeyIntervals::nothing(), |all, part| all.or(&part))
+        Some(ranges.into_iter().map(|(low, high)| low..high).collect())
     }
 }
 

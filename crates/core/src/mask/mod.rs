@@ -1,7 +1,7 @@
 //! Masks: pure predicates on positions and row numbers, closed under conjunction and disjunction.
 //!
 //! A mask has a definition and a lowering. [`Mask::visible`] is the definition.
-//! [`Mask::intervals`] lowers the mask to the key **positions** that one query attends to, as a few
+//! [`Mask::intervals`] lowers the mask to the key **positions** that one query attends to, as
 //! half-open intervals. It is `None` for dense masks and closures; their bits are computed from
 //! `visible`, one tile at a time. Kernels read intervals, segment ids and bits only, so a new mask
 //! needs no new kernel.
@@ -77,8 +77,8 @@ pub trait Mask: Any + std::fmt::Debug + Send + Sync {
     /// Returns true if `query` attends to `key`.
     fn visible(&self, query: &Query, key: &Key) -> bool;
 
-    /// Returns exactly the key positions that `query` attends to; `None` if they are not a few
-    /// intervals.
+    /// Returns exactly the key positions that `query` attends to; `None` if the mask depends on
+    /// more than positions, or if only [`Mask::visible`] is known.
     fn intervals(&self, query: &Query) -> Option<KeyIntervals>;
 
     /// Returns a superset of the key positions that `query` attends to: [`Mask::intervals`] if it
