@@ -12,6 +12,7 @@ use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 mod band;
 mod combine;
+mod neighborhood;
 mod pairs;
 mod positions;
 #[cfg(test)]
@@ -19,6 +20,7 @@ pub(crate) mod tests;
 
 pub use band::Band;
 pub use combine::{And, Or, PerHead, and, or};
+pub use neighborhood::{Axis, Edge, Neighborhood};
 pub use pairs::{Dense, Predicate};
 pub use positions::{Causal, ChunkedCausal, Everything, Prefix, Window};
 
