@@ -10,7 +10,7 @@ use annulus::{
     bias::Alibi,
     mask::{
         Causal, ChunkedCausal, Dense, DenseMask, Everything, Fingerprint, Key, KeyIntervals,
-        Mask as Visibility, PerHead, Prefix, Query, SharedMask, Window, and, or,
+        Mask as Visibility, Neighborhood, PerHead, Prefix, Query, SharedMask, Window, and, or,
     },
     ndarray::Ix4,
 };
@@ -137,6 +137,11 @@ impl Mask {
     #[staticmethod]
     fn prefix(len: u64) -> Self {
         Self::of(Prefix { len })
+    }
+
+    #[staticmethod]
+    fn neighborhood(text: &str) -> Raises<Self> {
+        Ok(Self::of(text.parse::<Neighborhood>()?))
     }
 
     /// `visible` holds one byte for each pair, 0 if it is masked.

@@ -65,23 +65,23 @@ impl Layout {
     /// order, in which the neighbours of a node are near it, and in parts of equal length. With one
     /// rank its shard is the order of all nodes. Queries and keys have the same rows.
     ///
-    /// The neighbours of node i are `indices[offsets[i]..offsets[i + 1]]` (CSR); the pattern must
+    /// The neighbours of node i are `indices[indptr[i]..indptr[i + 1]]` (CSR); the pattern must
     /// be symmetric for a narrow band.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming `offsets`, `indices` or `ranks`.
-    pub fn graph(offsets: &[i64], indices: &[i64], ranks: usize) -> Result<Self> {
+    /// [`Error::InvalidArgument`] naming `indptr`, `indices` or `ranks`.
+    pub fn graph(indptr: &[i64], indices: &[i64], ranks: usize) -> Result<Self> {
         check_ranks(ranks)?;
-        let nodes = offsets.len().saturating_sub(1);
-        let ascending = offsets.is_sorted() && offsets.first() == Some(&0);
-        if !ascending || offsets.last() != Some(&(indices.len() as i64)) {
+        let nodes = indptr.len().saturating_sub(1);
+        let ascending = indptr.is_sorted() && indptr.first() == Some(&0);
+        if !ascending || indptr.last() != Some(&(indices.len() as i64)) {
             let want = format!("ascending numbers from 0 to {}, the indices", indices.len());
-            return Err(Error::invalid("offsets", format!("{nodes} rows"), want));
+            return Err(Error::invalid("indptr", format!("{nodes} rows"), want));
         }
         if let Some(bad) = indices.iter().find(|&&to| !(0..nodes as i64).contains(&to)) {
             return Err(Error::invalid("indices", bad, format!("nodes of 0..{nodes}")));
         }
-        let order = Graph { offsets, indices }.reverse_cuthill_mckee();
+        let order = Graph { indptr, indices }.reverse_cuthill_mckee();
         let part = |rank| {
             let rows = Self::Contiguous.shard(annulus_core::Side::Q, nodes, rank, ranks);
             rows.iter().map(|row| order[row as usize] as i64).collect()
@@ -211,24 +211,24 @@ fn push_patch(grid: [u64; 3], [x, y, z]: &Box3, runs: &mut Runs) {
 
 /// A graph in CSR form.
 struct Graph<'a> {
-    offsets: &'a [i64],
+    indptr: &'a [i64],
     indices: &'a [i64],
 }
 
 impl Graph<'_> {
     fn neighbours(&self, node: usize) -> impl Iterator<Item = usize> + '_ {
-        let range = self.offsets[node] as usize..self.offsets[node + 1] as usize;
+        let range = self.indptr[node] as usize..self.indptr[node + 1] as usize;
         self.indices[range].iter().map(|&to| to as usize)
     }
 
     fn degree(&self, node: usize) -> i64 {
-        self.offsets[node + 1] - self.offsets[node]
+        self.indptr[node + 1] - self.indptr[node]
     }
 
     /// Returns the nodes in reverse Cuthill-McKee order: breadth-first from a node far from
     /// another, neighbours by ascending degree, all reversed. O(edges · log of the largest degree).
     fn reverse_cuthill_mckee(&self) -> Vec<usize> {
-        let nodes = self.offsets.len().saturating_sub(1);
+        let nodes = self.indptr.len().saturating_sub(1);
         let mut by_degree: Vec<usize> = (0..nodes).collect();
         by_degree.sort_by_key(|&node| self.degree(node));
         let mut level = vec![usize::MAX; nodes];
@@ -357,13 +357,13 @@ mod tests {
                 add(at + 1)
             }
         }
-        let mut offsets = vec![0];
+        let mut indptr = vec![0];
         let mut indices: Vec<i64> = Vec::new();
         for list in &neighbours {
             indices.extend(list);
-            offsets.push(indices.len() as i64);
+            indptr.push(indices.len() as i64);
         }
-        let layout = Layout::graph(&offsets, &indices, 4).unwrap();
+        let layout = Layout::graph(&indptr, &indices, 4).unwrap();
         layout.validate(242, 242, 4).unwrap();
         let order: Vec<i64> = (0..4)
             .flat_map(|rank| layout.shard(Side::Q, 242, rank, 4).iter().collect::<Vec<_>>())
@@ -376,14 +376,14 @@ mod tests {
             .flat_map(|(from, list)| list.iter().map(move |&to| (from, to as usize)));
         let band = edges.map(|(from, to)| (place[from] - place[to]).abs()).max();
         assert!(band <= Some(rows as i64 + 1), "{band:?}");
-        for (offsets, indices, argument) in [
-            (&[0, 2][..], &[0][..], "offsets"),
-            (&[1, 1], &[0], "offsets"),
+        for (indptr, indices, argument) in [
+            (&[0, 2][..], &[0][..], "indptr"),
+            (&[1, 1], &[0], "indptr"),
             (&[0, 1], &[1], "indices"),
             (&[0, 1], &[-1], "indices"),
-            (&[], &[], "offsets"),
+            (&[], &[], "indptr"),
         ] {
-            let error = Layout::graph(offsets, indices, 2).unwrap_err();
+            let error = Layout::graph(indptr, indices, 2).unwrap_err();
             assert!(error.to_string().contains(argument), "{error}");
         }
     }
