@@ -7,7 +7,7 @@ use annulus_core::{Batch, DType, Dims, Placement, Result as LibraryResult, Spec}
 use annulus_plan::{Choice, Layout, Strategy};
 use clap::{
     Arg, Args, Command, ValueEnum,
-    builder::{EnumValueParser, PossibleValue, PossibleValuesParser, TypedValueParser},
+    builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 
 use crate::failure::{Failure, Outcome};
@@ -110,16 +110,25 @@ impl TypedValueParser for LayoutParser {
                 let read = |text: &str| text.parse().map(LayoutName::Boxes);
                 read.parse_ref(command, flag, OsStr::new(shape))
             }
-            None => EnumValueParser::<LayoutName>::new().parse_ref(command, flag, value),
+            None => {
+                let name = PossibleValuesParser::new(possible_layouts());
+                let value = name.parse_ref(command, flag, value)?;
+                // `boxes:SHAPE` itself is no shape
+                let read = |text: &str| <LayoutName as ValueEnum>::from_str(text, false);
+                read.parse_ref(command, flag, OsStr::new(&value))
+            }
         }
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let boxes = PossibleValue::new("boxes:SHAPE")
-            .help("Boxes of least surface of a grid, as boxes:64x128, with rows in patches");
-        let names = LayoutName::value_variants().iter().filter_map(ValueEnum::to_possible_value);
-        Some(Box::new(names.chain([boxes])))
+        Some(Box::new(possible_layouts()))
     }
+}
+
+fn possible_layouts() -> impl Iterator<Item = PossibleValue> {
+    let boxes = PossibleValue::new("boxes:SHAPE")
+        .help("Boxes of least surface of a grid, as boxes:64x128, with rows in patches");
+    LayoutName::value_variants().iter().filter_map(ValueEnum::to_possible_value).chain([boxes])
 }
 
 /// Points of a grid along its axes.
