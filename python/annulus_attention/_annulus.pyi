@@ -17,7 +17,6 @@ def shard(
     documents: dict[str, Any],
     balanced: bool,
 ) -> dict[str, Any]: ...
-
 def boxes(shape: list[int], ranks: int) -> list[list[tuple[int, int, int]]]: ...
 def graph(
     indptr: list[int], indices: list[int], ranks: int

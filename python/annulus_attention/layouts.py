@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _annulus
-from ._check import LARGEST, Rows, integer
+from ._check import LARGEST, integer
 from ._errors import invalid
 
 __all__ = ["boxes", "graph"]
 
+Runs = list[list[tuple[int, int, int]]]
+"""Rows of every rank as (first, step, count)."""
 
-def boxes(shape: int | Sequence[int], ranks: int) -> tuple[Rows, Rows]:
+
+def boxes(shape: int | Sequence[int], ranks: int) -> tuple[Runs, Runs]:
     """Boxes of about equal size and least surface of a grid of one to three axes.
 
     The rows are the points of the grid in row-major order. A rank has them in patches of 8 × 8 or
@@ -28,7 +31,7 @@ def boxes(shape: int | Sequence[int], ranks: int) -> tuple[Rows, Rows]:
     return rows, rows
 
 
-def graph(indptr: Any, indices: Any, ranks: int) -> tuple[Rows, Rows]:
+def graph(indptr: Any, indices: Any, ranks: int) -> tuple[Runs, Runs]:
     """Parts of equal length of the nodes of a graph in reverse Cuthill-McKee order.
 
     The rows are the nodes. The neighbours of node i are ``indices[indptr[i]:indptr[i + 1]]``, as in

@@ -93,9 +93,14 @@ def neighborhood(
         edge: ``shift``: a window that passes the edge is shifted back, so that every query has all
             its keys, as in NATTEN; ``clip``: points outside are left out.
     """
-    lens = [integer("shape", len_, least=1) for len_ in (shape if _is_list(shape) else [shape])]
-    if len(lens) == 1 and _is_list(window) and len(window) == 2:
-        window = [window]
+    shapes = shape if isinstance(shape, (tuple, list)) else [shape]
+    lens = [integer("shape", len_, least=1) for len_ in shapes]
+    sizes: Any = window
+    if len(lens) == 1 and _is_list(sizes) and len(sizes) == 2:
+        sizes = [sizes]
+
+    def flag(name: str) -> Callable[[Any], str]:
+        return lambda value: str(int(boolean(name, value)))
 
     def size(value: Any) -> str:
         if not _is_list(value):
@@ -112,10 +117,10 @@ def neighborhood(
 
     parts = [
         "x".join(map(str, lens)),
-        listed("window", window, size),
+        listed("window", sizes, size),
         "dilation=" + listed("dilation", dilation, lambda d: str(integer("dilation", d, least=1))),
-        "causal=" + listed("causal", causal, lambda flag: str(int(boolean("causal", flag)))),
-        "periodic=" + listed("periodic", periodic, lambda flag: str(int(boolean("periodic", flag)))),
+        "causal=" + listed("causal", causal, flag("causal")),
+        "periodic=" + listed("periodic", periodic, flag("periodic")),
         "edge=" + choice("edge", edge, ("shift", "clip")),
     ]
     return Mask.neighborhood(":".join(parts))
