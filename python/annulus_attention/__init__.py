@@ -11,7 +11,7 @@ protocol, in host memory or in that of an NVIDIA GPU. ``Attention`` and ``Plan``
 backward passes; ``Cache`` serves decoding; ``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
-from . import biases, masks
+from . import biases, layouts, masks
 from ._agreement import Endpoint
 from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
@@ -42,6 +42,7 @@ __all__ = [
     "Unsupported",
     "biases",
     "flash_attention",
+    "layouts",
     "masks",
     "ring_attention",
 ]

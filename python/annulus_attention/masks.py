@@ -11,7 +11,7 @@ from typing import Any
 
 from . import _arrays
 from ._annulus import Mask
-from ._check import function_of, integer, integer_or_none, text
+from ._check import boolean, choice, function_of, integer, integer_or_none, text
 from ._errors import invalid
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "full",
     "function",
     "local",
+    "neighborhood",
     "per_head",
     "prefix",
 ]
@@ -68,6 +69,67 @@ def prefix(length: int) -> Mask:
     return Mask.prefix(integer("length", length))
 
 
+def neighborhood(
+    shape: int | Sequence[int],
+    window: int | Sequence[int | Sequence[int]],
+    *,
+    dilation: int | Sequence[int] = 1,
+    causal: bool | Sequence[bool] = False,
+    periodic: bool | Sequence[bool] = False,
+    edge: str = "shift",
+) -> Mask:
+    """A window on a grid of one to three axes, whose points are the positions in row-major order.
+
+    Every argument but ``shape`` and ``edge`` is one value for all axes, or one for each. The rules,
+    beside those of NATTEN, are in ``docs/semantics.md``.
+
+    Args:
+        shape: Points of each axis.
+        window: Points of the window on each axis: w has ⌊w/2⌋ before the query and ⌈w/2⌉ − 1 after
+            it, or on a causal axis w − 1 before it; or (before, after).
+        dilation: Distance between the points of a window.
+        causal: No key after the query along the axis.
+        periodic: The axis is a circle.
+        edge: ``shift``: a window that passes the edge is shifted back, so that every query has all
+            its keys, as in NATTEN; ``clip``: points outside are left out.
+    """
+    shapes = shape if isinstance(shape, (tuple, list)) else [shape]
+    lens = [integer("shape", len_, least=1) for len_ in shapes]
+    sizes: Any = window
+    if len(lens) == 1 and _is_list(sizes) and len(sizes) == 2:
+        sizes = [sizes]
+
+    def flag(name: str) -> Callable[[Any], str]:
+        return lambda value: str(int(boolean(name, value)))
+
+    def size(value: Any) -> str:
+        if not _is_list(value):
+            return str(integer("window", value, least=1))
+        if len(value) != 2:
+            raise invalid("window", repr(value), "a number of points or (before, after)")
+        return "+".join(str(integer("window", side)) for side in value)
+
+    def listed(name: str, value: Any, one: Callable[[Any], str]) -> str:
+        values = value if _is_list(value) else [value] * len(lens)
+        if len(values) != len(lens):
+            raise invalid(name, repr(value), f"one value, or {len(lens)}, one for each axis")
+        return "x".join(one(element) for element in values)
+
+    parts = [
+        "x".join(map(str, lens)),
+        listed("window", sizes, size),
+        "dilation=" + listed("dilation", dilation, lambda d: str(integer("dilation", d, least=1))),
+        "causal=" + listed("causal", causal, flag("causal")),
+        "periodic=" + listed("periodic", periodic, flag("periodic")),
+        "edge=" + choice("edge", edge, ("shift", "clip")),
+    ]
+    return Mask.neighborhood(":".join(parts))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
 def dense(visible: Any) -> Mask:
     """Visible where an array is not zero, by row numbers.
 
@@ -98,7 +160,7 @@ def function(
     Args:
         name: Ranks agree on it in place of the function: give functions that differ two names.
         visible: ``visible(i', j')``; a pure function.
-        intervals: The same as at most four half-open intervals of key positions,
+        intervals: The same as half-open intervals of key positions,
             ``intervals(i') = [(low, high), …]``.
     """
     if intervals is not None:

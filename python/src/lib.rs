@@ -53,7 +53,7 @@ mod _annulus {
     #[pymodule_export]
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]
-    use super::plan::{Plan, shard};
+    use super::plan::{Plan, boxes, graph, shard};
     #[pymodule_export]
     use super::xla::{XlaBuffer, xla_handler};
 

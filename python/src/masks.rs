@@ -10,7 +10,7 @@ use annulus::{
     bias::Alibi,
     mask::{
         Causal, ChunkedCausal, Dense, DenseMask, Everything, Fingerprint, Key, KeyIntervals,
-        Mask as Visibility, PerHead, Prefix, Query, SharedMask, Window, and, or,
+        Mask as Visibility, Neighborhood, PerHead, Prefix, Query, SharedMask, Window, and, or,
     },
     ndarray::Ix4,
 };
@@ -73,8 +73,7 @@ impl Visibility for OfPositions {
         let intervals = self.0.intervals.as_ref()?;
         let ranges: Vec<(i64, i64)> =
             self.0.call(|py| intervals.bind(py).call1((query.position,))?.extract());
-        let parts = ranges.into_iter().map(|(low, high)| KeyIntervals::one(low, high));
-        parts.into_iter().try_fold(KeyIntervals::nothing(), |all, part| all.or(&part))
+        Some(ranges.into_iter().map(|(low, high)| low..high).collect())
     }
 }
 
@@ -138,6 +137,11 @@ impl Mask {
     #[staticmethod]
     fn prefix(len: u64) -> Self {
         Self::of(Prefix { len })
+    }
+
+    #[staticmethod]
+    fn neighborhood(text: &str) -> Raises<Self> {
+        Ok(Self::of(text.parse::<Neighborhood>()?))
     }
 
     /// `visible` holds one byte for each pair, 0 if it is masked.

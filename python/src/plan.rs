@@ -493,6 +493,23 @@ pub(crate) fn shard<'py>(
     Ok(found)
 }
 
+/// Returns the rows of every rank in boxes of a grid.
+#[pyfunction]
+pub(crate) fn boxes(shape: Vec<u64>, ranks: usize) -> Raises<Vec<PyRuns>> {
+    Ok(rows_of_ranks(&Layout::boxes(&shape, ranks)?, ranks))
+}
+
+/// Returns the rows of every rank of a graph.
+#[pyfunction]
+pub(crate) fn graph(indptr: Vec<i64>, indices: Vec<i64>, ranks: usize) -> Raises<Vec<PyRuns>> {
+    Ok(rows_of_ranks(&Layout::graph(&indptr, &indices, ranks)?, ranks))
+}
+
+/// Returns the rows of every rank of a layout that lists them.
+fn rows_of_ranks(layout: &Layout, ranks: usize) -> Vec<PyRuns> {
+    (0..ranks).map(|rank| spelled_runs(&layout.shard(Side::Q, 0, rank, ranks))).collect()
+}
+
 pub(crate) fn spelled_runs(rows: &Runs) -> PyRuns {
     rows.runs().iter().map(|run| (run.start, run.step, run.count)).collect()
 }

@@ -23,7 +23,8 @@ module annulus
   public :: annulus_attention_set_custom_layout, annulus_attention_set_balanced_layout
   public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
   public :: annulus_attention_on_step, annulus_attention_set_machine
-  public :: annulus_attention_set_documents
+  public :: annulus_attention_set_documents, annulus_attention_add_neighborhood
+  public :: annulus_attention_set_boxes_layout
   public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
   public :: annulus_endpoint_create_mpi, annulus_endpoint_destroy
   public :: annulus_plan_create_endpoint, annulus_cache_create_endpoint
@@ -314,6 +315,23 @@ module annulus
       type(c_ptr), value :: context
       integer(c_int) :: status
     end function c_add_mask
+
+    function c_add_neighborhood(attention, text) &
+        bind(c, name="annulus_attention_add_neighborhood") result(status)
+      import :: c_char, c_int, c_ptr
+      type(c_ptr), value :: attention
+      character(kind=c_char), intent(in) :: text(*)
+      integer(c_int) :: status
+    end function c_add_neighborhood
+
+    function c_set_boxes_layout(attention, ranks, axes, shape) &
+        bind(c, name="annulus_attention_set_boxes_layout") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int64_t), value :: ranks, axes
+      integer(c_int64_t), intent(in) :: shape(*)
+      integer(c_int) :: status
+    end function c_set_boxes_layout
 
     function c_set_bias_function(attention, name, bias, context) &
         bind(c, name="annulus_attention_set_bias_function") result(status)
@@ -846,6 +864,24 @@ contains
     integer(c_int) :: status
     status = c_add_mask(attention, c_text(name), flags, visible, context)
   end function annulus_attention_add_mask
+
+  ! Adds a window on a grid of one to three axes, as '64x128:7x5', whose points are the positions in
+  ! row-major order: the last axis varies fastest.
+  function annulus_attention_add_neighborhood(attention, text) result(status)
+    type(c_ptr), intent(in) :: attention
+    character(len=*), intent(in) :: text
+    integer(c_int) :: status
+    status = c_add_neighborhood(attention, c_text(text))
+  end function annulus_attention_add_neighborhood
+
+  ! Gives every rank a box of a grid, for ANNULUS_LAYOUT_CUSTOM.
+  function annulus_attention_set_boxes_layout(attention, ranks, shape) result(status)
+    type(c_ptr), intent(in) :: attention
+    integer(c_int64_t), intent(in) :: ranks
+    integer(c_int64_t), intent(in) :: shape(:)
+    integer(c_int) :: status
+    status = c_set_boxes_layout(attention, ranks, size(shape, kind=c_int64_t), shape)
+  end function annulus_attention_set_boxes_layout
 
   ! Sets a bias: c_funloc of a function with bind(c), real(c_double), of (context, pair), both
   ! type(c_ptr), value.

@@ -245,6 +245,10 @@ class attention {
     detail::check(annulus_attention_add_mask(get(), name.c_str(), flags, call_mask, kept.get()));
     functions_.push_back(std::move(kept));
   }
+  /* Adds a window on a grid, as "64x128:7x5", as one more condition. */
+  void add_neighborhood(const std::string &text) {
+    detail::check(annulus_attention_add_neighborhood(get(), text.c_str()));
+  }
   /* Sets a bias that is computed from each pair. */
   void set_bias_function(const std::string &name, bias_function bias) {
     auto kept = std::make_shared<bias_function>(std::move(bias));
@@ -284,6 +288,11 @@ class attention {
     detail::check(annulus_attention_set_custom_layout(get(), static_cast<std::int64_t>(q.size()),
                                                       q_counts.data(), q_rows.data(),
                                                       kv_counts.data(), kv_rows.data()));
+  }
+  /* Sets boxes of a grid with the least surface, for ANNULUS_LAYOUT_CUSTOM. */
+  void set_boxes_layout(std::int64_t ranks, const std::vector<std::int64_t> &shape) {
+    detail::check(annulus_attention_set_boxes_layout(
+        get(), ranks, static_cast<std::int64_t>(shape.size()), shape.data()));
   }
   /* Sets rows of equal numbers and work for the documents of a batch of all rows, for
    * ANNULUS_LAYOUT_BALANCED. */

@@ -11,6 +11,7 @@ use annulus::{
     Error, Layout, Result, Setup, Strategy,
     bias::Alibi,
     comm::ring::StepEvent,
+    mask::Neighborhood,
     planning::{CustomLayout, Runs},
 };
 
@@ -19,7 +20,7 @@ use crate::{
     callbacks::{
         ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, HostBias, HostContext, HostMask,
         SilenceHook, annulus_bias_function, annulus_mask_function, annulus_silence_function,
-        annulus_step_event, annulus_step_function, name,
+        annulus_step_event, annulus_step_function, name, text,
     },
     fields::{self, check_pointer, length, list, write_rows},
     handle::Handles,
@@ -104,6 +105,33 @@ pub unsafe extern "C" fn annulus_attention_add_mask(
             return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
         }
         let mask = HostMask { name, flags, visible, context: HostContext::new(context) };
+        description.set_attention(|attention| attention.mask(Arc::new(mask)));
+        Ok(())
+    })
+}
+
+/// Adds a neighbourhood on a grid of one to three axes, whose points are the positions in row-major
+/// order, as one more condition (docs/semantics.md).
+///
+/// `text` is SHAPE:WINDOW[:OPTION=...], with a number for each axis or one for all:
+/// "64x128:7x5:dilation=2x1:causal=0x1:periodic=0:edge=clip". A window of w points has w / 2 before
+/// the query, 3+2 stands for 3 before and 2 after. Default: dilation 1, no causal and no periodic
+/// axis, edge=shift, by which every query has all its keys.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, naming `shape`, `window`, `dilation`, `causal`, `periodic`, `edge` or
+/// `neighborhood`.
+///
+/// # Safety
+/// `text` is a text that ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_add_neighborhood(
+    attention: *mut annulus_attention,
+    text: *const c_char,
+) -> c_int {
+    change(attention, |description| {
+        // SAFETY: as the caller promises
+        let mask: Neighborhood = unsafe { self::text("text", text) }?.parse()?;
         description.set_attention(|attention| attention.mask(Arc::new(mask)));
         Ok(())
     })
@@ -197,6 +225,36 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
             };
             let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
             layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
+            Ok(division.layout(layout))
+        })
+    })
+}
+
+/// Divides a grid of one to three axes, whose points are the rows in row-major order, into one box
+/// per rank, for the layout ANNULUS_LAYOUT_CUSTOM: boxes of about equal size and least surface, so
+/// that a neighbourhood receives the least halo, with the rows of a rank in patches of 8 x 8 or
+/// 4 x 4 x 4 points. A plan of another number of ranks is refused.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, naming `shape`, `ranks` or `layout`.
+///
+/// # Safety
+/// `shape` points to `axes` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_boxes_layout(
+    attention: *mut annulus_attention,
+    ranks: i64,
+    axes: i64,
+    shape: *const i64,
+) -> c_int {
+    change(attention, |description| {
+        description.list(ListedKind::Custom, |division, _, dims| {
+            // SAFETY: as the caller promises
+            let shape = unsafe { list("shape", shape, axes) }?;
+            let lens = shape.iter().map(|&len| length("shape", len).map(|len| len as u64));
+            let ranks = length("ranks", ranks)?;
+            let layout = Layout::boxes(&lens.collect::<Result<Vec<_>>>()?, ranks)?;
+            layout.validate(dims.q_len, dims.kv_len, ranks)?;
             Ok(division.layout(layout))
         })
     })

@@ -169,14 +169,23 @@ impl SilenceHook {
 /// # Safety
 /// `name` is NULL or points to a text that ends with a zero byte.
 pub(crate) unsafe fn name(name: *const c_char) -> Result<String> {
-    check_pointer("name", name)?;
-    // SAFETY: not NULL, and the caller promises the rest
-    let text = unsafe { CStr::from_ptr(name) };
-    let text = text.to_str().map_err(|_| Error::invalid("name", format!("{text:?}"), "UTF-8"))?;
+    // SAFETY: as the caller promises
+    let text = unsafe { text("name", name) }?;
     if text.is_empty() {
         return Err(Error::invalid("name", "an empty text", "a name that all ranks give alike"));
     }
     Ok(text.to_owned())
+}
+
+/// Reads the text of an argument.
+///
+/// # Safety
+/// `text` is NULL or points to a text that ends with a zero byte, which outlives the result.
+pub(crate) unsafe fn text<'a>(argument: &'static str, text: *const c_char) -> Result<&'a str> {
+    check_pointer(argument, text)?;
+    // SAFETY: not NULL, and the caller promises the rest
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map_err(|_| Error::invalid(argument, format!("{text:?}"), "UTF-8"))
 }
 
 fn pair(query: &Query, key: &Key) -> annulus_pair {

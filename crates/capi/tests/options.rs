@@ -16,7 +16,7 @@ use annulus::{
     backend::{AnyBackend, BackendName},
     bias::Alibi,
     half::{bf16, f16},
-    mask::{DenseMask, Predicate},
+    mask::{Axis, DenseMask, Edge, Neighborhood, Predicate},
     planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
@@ -312,6 +312,24 @@ fn masks() -> Vec<Case> {
             )
         },
         Case {
+            // SAFETY: the text ends with a zero byte
+            add: |attention| unsafe {
+                let text = c"5x4:3x2:causal=0x1:periodic=1x0";
+                ok(annulus_attention_add_neighborhood(attention, text.as_ptr()));
+            },
+            ..Case::new(
+                "a neighbourhood",
+                |_| {},
+                new().mask(Arc::new(Neighborhood {
+                    axes: vec![
+                        Axis { periodic: true, ..Axis::new(5, 3) },
+                        Axis::new(4, 2).causal(),
+                    ],
+                    edge: Edge::Shift,
+                })),
+            )
+        },
+        Case {
             // SAFETY: as above
             add: |attention| unsafe {
                 let visible = Some(every_third_position as _);
@@ -458,6 +476,18 @@ fn rings() -> Vec<Case> {
                     (o.layout, o.route) = (ANNULUS_LAYOUT_CUSTOM, ANNULUS_ROUTE_DIRECT);
                 },
                 (causal(), placed(custom, Route::Direct)),
+            )
+        },
+        Case {
+            dims: Dims { q_len: 24, kv_len: 24, ..DIMS },
+            // SAFETY: there are as many numbers as are said
+            add: |attention| unsafe {
+                ok(annulus_attention_set_boxes_layout(attention, 3, 2, [4, 6].as_ptr()));
+            },
+            ..Case::new(
+                "boxes",
+                |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_CUSTOM),
+                (causal(), Division::new().layout(Layout::boxes(&[4, 6], 3).unwrap())),
             )
         },
         Case {

@@ -26,6 +26,13 @@ pub(crate) struct StridedRun {
     pub(crate) segment: i64,
 }
 
+impl StridedRun {
+    /// Returns the position of the last of `count` rows, at least one.
+    pub(crate) const fn last(&self, count: usize) -> i64 {
+        self.position.saturating_add(self.step.saturating_mul(count as i64 - 1))
+    }
+}
+
 /// Bounds of the positions and segment ids of some rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {

@@ -101,7 +101,7 @@ impl TileBits {
 /// Bounds of the keys that some queries attend to. None of the queries attends to a key outside.
 #[derive(Debug, Clone)]
 pub(crate) struct TileBounds {
-    /// Cover of the queries' key positions.
+    /// Union of the queries' key positions.
     pub(crate) intervals: KeyIntervals,
     /// Least and greatest segment id; unbounded without segment ids.
     pub(crate) segments: (i64, i64),
@@ -117,14 +117,14 @@ impl Default for TileBounds {
 impl TileBounds {
     /// Extends the bounds by one query.
     pub(crate) fn add(&mut self, intervals: &KeyIntervals, segment: Option<i64>) {
-        self.intervals.extend_cover(intervals);
+        self.intervals.extend(intervals);
         let (least, greatest) = segment.map_or((i64::MIN, i64::MAX), |segment| (segment, segment));
         self.segments = (self.segments.0.min(least), self.segments.1.max(greatest));
     }
 
     /// Extends the bounds by those of other queries.
     pub(crate) fn extend(&mut self, other: &Self) {
-        self.intervals.extend_cover(&other.intervals);
+        self.intervals.extend(&other.intervals);
         self.segments =
             (self.segments.0.min(other.segments.0), self.segments.1.max(other.segments.1));
     }
@@ -133,11 +133,7 @@ impl TileBounds {
     pub(crate) fn may_attend_to(&self, keys: &Bounds) -> bool {
         self.segments.0 <= keys.segments.1
             && keys.segments.0 <= self.segments.1
-            && self
-                .intervals
-                .ranges()
-                .iter()
-                .any(|range| range.start <= keys.positions.1 && keys.positions.0 < range.end)
+            && self.intervals.overlaps(keys.positions.0, keys.positions.1)
     }
 }
 
@@ -187,11 +183,13 @@ impl Default for QueryTile {
 
 impl QueryTile {
     /// Returns the heap bytes.
-    pub const fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.ranges.capacity() * size_of::<Range<i64>>()
             + self.range_ends.capacity() * size_of::<u32>()
             + self.is_bound.capacity()
             + self.segments.capacity() * size_of::<(i64, usize)>()
+            + self.bounds.intervals.bytes()
+            + self.common.bytes()
     }
 
     /// Returns the local query rows.
@@ -258,11 +256,6 @@ impl QueryTile {
         // one id on both sides, or no ids (then both are unbounded)
         let one_segment = self.bounds.segments == keys.segments
             && (keys.segments.0 == keys.segments.1 || keys.segments == (i64::MIN, i64::MAX));
-        one_segment
-            && self
-                .common
-                .ranges()
-                .iter()
-                .any(|range| range.start <= keys.positions.0 && keys.positions.1 < range.end)
+        one_segment && self.common.covers(keys.positions.0, keys.positions.1)
     }
 }

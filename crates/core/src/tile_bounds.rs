@@ -30,8 +30,9 @@ pub struct TileBoundsTable {
 
 impl TileBoundsTable {
     /// Returns the heap bytes.
-    pub const fn bytes(&self) -> usize {
-        self.bounds.capacity() * size_of::<TileBounds>()
+    pub fn bytes(&self) -> usize {
+        let of_intervals = self.bounds.iter().map(|bounds| bounds.intervals.bytes()).sum::<usize>();
+        self.bounds.capacity() * size_of::<TileBounds>() + of_intervals
     }
 
     /// Computes the bounds of tiles of `height` queries. Reuses its memory.

@@ -98,6 +98,14 @@ impl Visibility<'_> {
         if self.attention_mask.is_none() && tile.attends_to_all(&key_bounds) {
             return TileClass::Full;
         }
+        // between the first and the last key of a patch of a grid lie many that are not in it
+        let intervals = &tile.bounds.intervals;
+        if intervals.ranges().len() > 1 {
+            let mut runs = self.keys.row_bounds(tile.batch).strided_runs(keys.clone());
+            if !runs.any(|(part, run)| intervals.overlaps(run.position, run.last(part.len()))) {
+                return TileClass::Empty;
+            }
+        }
         bits.reset(tile.rows.len(), keys.len());
         self.set_interval_bits(tile, keys.clone(), bits);
         if self.attention_mask.is_some() || tile.has_bound() {
@@ -227,6 +235,7 @@ fn set_run_bits(
     run: &StridedRun,
     bits: &mut TileBits,
 ) {
+    let (first, last) = (run.position, run.last(part.len()));
     let is_one_word = bits.words() == 1;
     if is_one_word && (run.step == 1 || part.len() == 1) {
         // positions, and so indices, ascend by 1: neither a division nor a branch
@@ -236,19 +245,30 @@ fn set_run_bits(
         for row in rows {
             let within =
                 |range: &Range<i64>| low_bits(index(range.end)) & !low_bits(index(range.start));
-            let visible = tile.ranges(row).iter().fold(0, |bits, range| bits | within(range));
+            let near = near(tile.ranges(row), first, last);
+            let visible = near.fold(0, |bits, range| bits | within(range));
             bits.line_mut(row)[0] |= visible << part.start;
         }
         return;
     }
     for row in rows {
-        for range in tile.ranges(row) {
+        for range in near(tile.ranges(row), first, last) {
             let within = indices_within(run, part.len(), range);
             if !within.is_empty() {
                 bits.set(row, part.start + within.start..part.start + within.end);
             }
         }
     }
+}
+
+/// Iterates over the intervals that overlap the positions `first..=last`, and maybe others if there
+/// are few.
+fn near(ranges: &[Range<i64>], first: i64, last: i64) -> impl Iterator<Item = &Range<i64>> {
+    let begin = match ranges.len() {
+        0..=2 => 0,
+        _ => ranges.partition_point(|range| range.end <= first),
+    };
+    ranges[begin..].iter().take_while(move |range| range.start <= last)
 }
 
 /// Returns a word with the lowest `count` bits set, at most 64.

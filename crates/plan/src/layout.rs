@@ -31,7 +31,7 @@ pub enum Layout {
     Zigzag,
     /// Assigns rows r, r + ranks, r + 2·ranks, … to rank r.
     Striped,
-    /// Assigns rows by a list of the caller.
+    /// Assigns rows by a list: of the caller, or of [`Layout::boxes`] or [`Layout::graph`].
     Custom(Arc<CustomLayout>),
     /// Assigns rows by the list of [`Layout::balanced`], for one batch of documents.
     Balanced(Arc<CustomLayout>),
@@ -322,5 +322,6 @@ fn check_partition(name: &str, shards: &[Runs], len: usize, may_lack: bool) -> R
     }
 }
 
+mod boxes;
 #[cfg(test)]
 mod tests;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use annulus_core::{
     Alibi, Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Mask,
     SinkShape, Spec,
-    mask::{Causal, Dense, PerHead, Predicate, Window, or},
+    mask::{Axis, Causal, Dense, Edge, Neighborhood, PerHead, Predicate, Window, or},
 };
 use ndarray::{Array2, Array3};
 
@@ -139,8 +139,8 @@ fn random_masks(dims: &Dims, every: usize, draw: &mut Draw) -> Masks {
 /// Kinds of [`mask_object`].
 const OBJECTS: usize = 5;
 
-/// Returns a mask of this kind: 0 causal, 1 one of two windows, 2 a window per head, 3 a predicate,
-/// 4 dense.
+/// Returns a mask of this kind: 0 causal, 1 one of two windows or a neighbourhood, 2 a window per
+/// head, 3 a predicate, 4 dense.
 pub fn mask_object(kind: usize, dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
     let window = |draw: &mut Draw| Window {
         offset: draw.pick(&[-1, 0, 2]),
@@ -148,6 +148,13 @@ pub fn mask_object(kind: usize, dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
     };
     match kind {
         0 => Arc::new(Causal { offset: draw.pick(&[-1, 1, 3]) }),
+        // with up to eight intervals
+        1 if dims.kv_len > 12 && draw.once_in(2) => {
+            let rows = Axis { dilation: draw.pick(&[1, 2]), ..Axis::new(6, draw.pick(&[3, 8])) };
+            let columns = Axis::new(dims.kv_len.div_ceil(6) as u64, draw.pick(&[2, 3]));
+            let columns = Axis { periodic: draw.once_in(2), ..columns };
+            Arc::new(Neighborhood { axes: vec![rows, columns], edge: Edge::Clip })
+        }
         1 => or(Arc::new(window(draw)), Arc::new(window(draw))),
         2 => Arc::new(PerHead(
             (0..dims.q_heads).map(|_| Arc::new(window(draw)) as Arc<dyn Mask>).collect(),

@@ -131,6 +131,11 @@ static void handles_are_checked(void) {
   REFUSED(annulus_attention_add_mask(attention, "\xff", 0, all_visible, NULL), "name");
   REFUSED(annulus_attention_add_mask(attention, "x", 4, all_visible, NULL), "flags");
   REFUSED(annulus_attention_add_mask(attention, "x", 0, NULL, NULL), "visible");
+  REFUSED(annulus_attention_add_neighborhood(attention, NULL), "text: got NULL");
+  REFUSED(annulus_attention_add_neighborhood(attention, "8x8"), "window");
+  REFUSED(annulus_attention_add_neighborhood(attention, "8x8:9"), "window");
+  int64_t shape[2] = {0, 8};
+  REFUSED(annulus_attention_set_boxes_layout(attention, 2, 2, shape), "layout");
   REFUSED(annulus_attention_set_bias_function(attention, "x", NULL, NULL), "bias");
   REFUSED(annulus_attention_on_silence(attention, NULL, NULL), "silence");
   REFUSED(annulus_attention_on_step(attention, NULL, NULL), "step");

@@ -1,5 +1,7 @@
 //! The definition of an attention by flags: its mask and its scores.
 
+use std::sync::Arc;
+
 use annulus::Attention;
 use annulus_core::SinkShape;
 
@@ -12,7 +14,11 @@ impl MaskFlags {
     pub(crate) fn apply(&self, attention: Attention) -> Attention {
         let WindowSides { left, right } =
             self.window.unwrap_or(WindowSides { left: None, right: None });
-        self.set_mathematics(attention).sliding_window(left, right)
+        let attention = self.set_mathematics(attention).sliding_window(left, right);
+        match &self.neighborhood {
+            Some(neighborhood) => attention.mask(Arc::new(neighborhood.clone())),
+            None => attention,
+        }
     }
 
     /// Describes the mask in words.
@@ -32,6 +38,9 @@ impl MaskFlags {
         }
         if let Some(len) = self.prefix {
             words.push(format!("prefix {len}"));
+        }
+        if let Some(neighborhood) = &self.neighborhood {
+            words.push(format!("neighborhood {neighborhood}"));
         }
         if words.is_empty() {
             words.push("full".to_owned());

@@ -3,12 +3,12 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use annulus::{Alignment, Attention, Division, Precision, Strategy};
+use annulus::{Alignment, Attention, Division, Precision, Strategy, mask::Neighborhood};
 use clap::{Args, ValueEnum};
 
 use super::values::{
-    LayoutName, WindowSides, count, count_u64, finite, positive, probability, silence, strategy,
-    threads, whole_u64,
+    LayoutName, WindowSides, count, count_u64, finite, layout, positive, probability, silence,
+    strategy, threads, whole_u64,
 };
 use crate::input::SinksForm;
 
@@ -32,6 +32,10 @@ pub(crate) struct MaskFlags {
     /// Prefix-LM: visible if j < N or j <= i
     #[arg(long, value_name = "N", value_parser = whole_u64, conflicts_with = "causal")]
     pub(crate) prefix: Option<u64>,
+    /// Window on a grid of one to three axes whose points are the rows, as 64x128:7x5; options:
+    /// dilation=2x1, causal=0x1, periodic=0x1, edge=clip (default: shift)
+    #[arg(long, value_name = "SHAPE:WINDOW[:OPTION=...]")]
+    pub(crate) neighborhood: Option<Neighborhood>,
     /// Alignment of query positions to key positions for different lengths
     #[arg(long, value_enum, default_value = "top-left")]
     pub(crate) align: AlignmentName,
@@ -114,7 +118,7 @@ impl OutputFlags {
 pub(crate) struct DivisionFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask, balanced also from --documents,
     /// segment ids, positions and packed lengths of the input
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_name = "NAME", value_parser = layout(), default_value = "auto")]
     pub(crate) layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
@@ -203,6 +207,7 @@ pub(super) const FLAGS: &[(&str, &str)] = &[
     ("attention_sink_size", "--first-visible"),
     ("chunk_size", "--chunk"),
     ("prefix_len", "--prefix"),
+    ("mask", "--neighborhood"),
     ("alignment", "--align"),
     ("bias_order", "--bias-order"),
     ("unnormalized", "--unnormalized"),

@@ -1,12 +1,12 @@
 //! Values of flags, parsed and validated before any file is opened.
 
-use std::{str::FromStr, time::Duration};
+use std::{ffi::OsStr, str::FromStr, time::Duration};
 
 use annulus::{Attention, BiasOrder, Division, backend::BackendName, comm::deadline};
 use annulus_core::{Batch, DType, Dims, Placement, Result as LibraryResult, Spec};
 use annulus_plan::{Choice, Layout, Strategy};
 use clap::{
-    Args, ValueEnum,
+    Arg, Args, Command, ValueEnum,
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 
@@ -89,6 +89,77 @@ fn one_of<T: Copy + Send + Sync + 'static, const N: usize>(
     })
 }
 
+/// Returns the parser of a layout: a name, or `boxes:SHAPE`.
+pub(crate) fn layout() -> impl TypedValueParser<Value = LayoutName> {
+    LayoutParser
+}
+
+#[derive(Clone)]
+struct LayoutParser;
+
+impl TypedValueParser for LayoutParser {
+    type Value = LayoutName;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        flag: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<LayoutName, clap::Error> {
+        match value.to_str().and_then(|text| text.strip_prefix("boxes:")) {
+            Some(shape) => {
+                let read = |text: &str| text.parse().map(LayoutName::Boxes);
+                read.parse_ref(command, flag, OsStr::new(shape))
+            }
+            None => {
+                let name = PossibleValuesParser::new(possible_layouts());
+                let value = name.parse_ref(command, flag, value)?;
+                // `boxes:SHAPE` itself is no shape
+                let read = |text: &str| <LayoutName as ValueEnum>::from_str(text, false);
+                read.parse_ref(command, flag, OsStr::new(&value))
+            }
+        }
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(possible_layouts()))
+    }
+}
+
+fn possible_layouts() -> impl Iterator<Item = PossibleValue> {
+    let boxes = PossibleValue::new("boxes:SHAPE")
+        .help("Boxes of least surface of a grid, as boxes:64x128, with rows in patches");
+    LayoutName::value_variants().iter().filter_map(ValueEnum::to_possible_value).chain([boxes])
+}
+
+/// Points of a grid along its axes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shape {
+    lens: [u64; 3],
+    axes: usize,
+}
+
+impl Shape {
+    fn lens(&self) -> &[u64] {
+        &self.lens[..self.axes]
+    }
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let want = || "want one to three numbers of points, as 64x128".to_owned();
+        let mut shape = Self { lens: [1; 3], axes: 0 };
+        for len in text.split('x') {
+            let into = shape.lens.get_mut(shape.axes).ok_or_else(want)?;
+            *into = len.parse().map_err(|_| want())?;
+            shape.axes += 1;
+        }
+        Ok(shape)
+    }
+}
+
 /// Names of layouts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LayoutName {
@@ -102,17 +173,37 @@ pub(crate) enum LayoutName {
     Striped,
     /// Equal rows and work on every rank, for the documents of the batch.
     Balanced,
+    /// Boxes of least surface of a grid.
+    #[value(skip)]
+    Boxes(Shape),
+}
+
+impl std::fmt::Display for LayoutName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self, self.to_possible_value()) {
+            (Self::Boxes(shape), _) => {
+                let lens: Vec<String> = shape.lens().iter().map(u64::to_string).collect();
+                write!(f, "boxes:{}", lens.join("x"))
+            }
+            (_, name) => f.write_str(name.as_ref().map_or("", PossibleValue::get_name)),
+        }
+    }
 }
 
 impl LayoutName {
     /// Returns the layout that does not depend on a batch; `None` chooses one.
-    pub(crate) const fn layout(self) -> Option<Layout> {
-        match self {
+    pub(crate) fn layout(self, dims: &Dims, ranks: usize) -> LibraryResult<Option<Layout>> {
+        Ok(match self {
             Self::Auto | Self::Balanced => None,
             Self::Contiguous => Some(Layout::Contiguous),
             Self::Zigzag => Some(Layout::Zigzag),
             Self::Striped => Some(Layout::Striped),
-        }
+            Self::Boxes(shape) => {
+                let layout = Layout::boxes(shape.lens(), ranks)?;
+                layout.validate(dims.q_len, dims.kv_len, ranks)?;
+                Some(layout)
+            }
+        })
     }
 
     /// Sets the layout of a division among `ranks` ranks, and with `balanced` its route. `batch` is
@@ -127,16 +218,21 @@ impl LayoutName {
     ) -> LibraryResult<Division> {
         match self {
             Self::Balanced => division.balanced(attention, dims, &batch()?, ranks),
-            _ => Ok(division.layout(self.layout())),
+            _ => Ok(division.layout(self.layout(&dims, ranks)?)),
         }
     }
 
     /// Returns layout and route that a plan of `spec` chooses. Those of the balanced layout depend
     /// on documents too ([`Choice::balanced`]).
-    pub(crate) fn choice(self, spec: &Spec, ranks: usize, placement: Option<&Placement>) -> Choice {
-        let fixed = self.layout();
+    pub(crate) fn choice(
+        self,
+        spec: &Spec,
+        ranks: usize,
+        placement: Option<&Placement>,
+    ) -> LibraryResult<Choice> {
+        let fixed = self.layout(&spec.dims, ranks)?;
         let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
-        Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ())
+        Ok(Choice::auto(spec, ranks, fixed.as_ref(), placement, &mut || ()))
     }
 }
 

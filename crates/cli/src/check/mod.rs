@@ -13,7 +13,7 @@ use annulus_comm::threads::each_rank;
 use annulus_core::{DType, Error, Result};
 use annulus_plan::Strategy;
 use annulus_test_cases::golden::Index;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use crate::{
     arguments::{
@@ -175,9 +175,7 @@ impl CheckFlags {
         layout: LayoutName,
         strategy: Strategy,
     ) -> Vec<(CheckedRing, String)> {
-        let name =
-            layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        let mut name = format!("ranks={ranks} layout={name}");
+        let mut name = format!("ranks={ranks} layout={layout}");
         if strategy != Strategy::Ring {
             name = format!("{name} strategy={strategy}");
         }

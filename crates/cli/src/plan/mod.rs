@@ -21,7 +21,8 @@ use crate::{
         mask::MaskFlags,
         names,
         values::{
-            self, LayoutName, ShapeFlags, count as from_one, dtype, planned_ranks, strategy, whole,
+            self, LayoutName, ShapeFlags, count as from_one, dtype, layout, planned_ranks,
+            strategy, whole,
         },
     },
     failure::Outcome,
@@ -62,7 +63,7 @@ pub(crate) struct PlanFlags {
     rank: Option<usize>,
     /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
     /// --documents
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_name = "NAME", value_parser = layout(), default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
     /// H ranks and a ring over the groups; grid:QxK, Q query parts and K key columns, whose partial
@@ -171,7 +172,10 @@ impl PlanFlags {
     ) -> Result<(Figures, Option<String>)> {
         let placement = self.placement(machine);
         let balanced_route = balanced.as_ref().map(|of| of.route);
-        let fixed = balanced.map(|of| of.layout).or_else(|| self.layout.layout());
+        let fixed = match balanced {
+            Some(of) => Some(of.layout),
+            None => self.layout.layout(&spec.dims, self.ranks)?,
+        };
         let layout = fixed.as_ref();
         let options = TrafficOptions {
             backward: !self.forward_only,
@@ -239,7 +243,7 @@ impl PlanFlags {
         }
         let placement = self.placement(None);
         let choose = || self.layout.choice(spec, self.ranks, placement.as_ref());
-        let Choice { layout, route, .. } = balanced.unwrap_or_else(choose);
+        let Choice { layout, route, .. } = balanced.map_or_else(choose, Ok)?;
         let strategy = match self.strategy {
             Strategy::OncePerNode { node_ranks: 0 } if placement.is_some() => {
                 Strategy::OncePerNode { node_ranks: self.ranks_of_node(None) }

@@ -6,6 +6,7 @@ mod cpu;
 mod facade;
 mod grid;
 mod mock;
+mod neighborhood;
 mod out_residual;
 mod reproducible;
 mod reproducible_cache;

@@ -76,15 +76,14 @@ impl Mask for And {
             if part.as_ref().is_some_and(|part| part.ranges().is_empty()) {
                 return part;
             }
-            all = all.and_then(|all| all.and(&part?));
+            all = all.and_then(|all| Some(all.and(&part?)));
         }
         all
     }
 
     fn bound(&self, query: &Query) -> KeyIntervals {
         let parts = self.0.iter().map(|mask| mask.bound(query));
-        // each bound alone is a bound of the conjunction too, if both need too many intervals
-        parts.fold(KeyIntervals::everything(), |all, part| all.and(&part).unwrap_or(all))
+        parts.fold(KeyIntervals::everything(), |all, part| all.and(&part))
     }
 
     fn band(&self, batch: usize, head: usize) -> Option<Band> {
@@ -123,13 +122,13 @@ impl Mask for Or {
             if part.as_ref().is_some_and(|part| *part == KeyIntervals::everything()) {
                 return part;
             }
-            any = any.and_then(|any| any.or(&part?));
+            any = any.and_then(|any| Some(any.or(&part?)));
         }
         any
     }
 
     fn bound(&self, query: &Query) -> KeyIntervals {
-        self.0.iter().fold(KeyIntervals::nothing(), |any, mask| any.cover(&mask.bound(query)))
+        self.0.iter().fold(KeyIntervals::nothing(), |any, mask| any.or(&mask.bound(query)))
     }
 
     fn per_head(&self) -> bool {

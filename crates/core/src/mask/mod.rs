@@ -1,7 +1,7 @@
 //! Masks: pure predicates on positions and row numbers, closed under conjunction and disjunction.
 //!
 //! A mask has a definition and a lowering. [`Mask::visible`] is the definition.
-//! [`Mask::intervals`] lowers the mask to the key **positions** that one query attends to, as a few
+//! [`Mask::intervals`] lowers the mask to the key **positions** that one query attends to, as
 //! half-open intervals. It is `None` for dense masks and closures; their bits are computed from
 //! `visible`, one tile at a time. Kernels read intervals, segment ids and bits only, so a new mask
 //! needs no new kernel.
@@ -12,6 +12,7 @@ use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 mod band;
 mod combine;
+mod neighborhood;
 mod pairs;
 mod positions;
 #[cfg(test)]
@@ -19,6 +20,7 @@ pub(crate) mod tests;
 
 pub use band::Band;
 pub use combine::{And, Or, PerHead, and, or};
+pub use neighborhood::{Axis, Edge, Neighborhood};
 pub use pairs::{Dense, Predicate};
 pub use positions::{Causal, ChunkedCausal, Everything, Prefix, Window};
 
@@ -77,8 +79,8 @@ pub trait Mask: Any + std::fmt::Debug + Send + Sync {
     /// Returns true if `query` attends to `key`.
     fn visible(&self, query: &Query, key: &Key) -> bool;
 
-    /// Returns exactly the key positions that `query` attends to; `None` if they are not a few
-    /// intervals.
+    /// Returns exactly the key positions that `query` attends to; `None` if the mask depends on
+    /// more than positions, or if only [`Mask::visible`] is known.
     fn intervals(&self, query: &Query) -> Option<KeyIntervals>;
 
     /// Returns a superset of the key positions that `query` attends to: [`Mask::intervals`] if it

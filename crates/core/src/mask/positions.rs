@@ -110,7 +110,7 @@ impl Mask for Window {
         if self.first_visible == 0 {
             Some(window)
         } else {
-            window.or(&KeyIntervals::one(i64::MIN, self.exempt_before()))
+            Some(window.or(&KeyIntervals::one(i64::MIN, self.exempt_before())))
         }
     }
 

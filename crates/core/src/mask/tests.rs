@@ -42,6 +42,13 @@ fn leaf() -> impl Strategy<Value = SharedMask> {
         ),
         size().prop_map(move |size| shared(Arc::new(ChunkedCausal { size: size.max(1) }))),
         size().prop_map(move |len| shared(Arc::new(Prefix { len }))),
+        (2u64..5, 2u64..6, 1u64..3, any::<bool>()).prop_map(
+            move |(rows, columns, size, circle)| {
+                let last = Axis { periodic: circle, ..Axis::new(columns, 2) };
+                let axes = vec![Axis::new(rows, size), last];
+                shared(Arc::new(Neighborhood { axes, edge: Edge::Shift }))
+            }
+        ),
         (2i64..5).prop_map(move |n| shared(Arc::new(Predicate::of_positions(
             format!("every {n}th"),
             move |i, j| (i - j) % n == 0

@@ -60,7 +60,7 @@ impl Mask for Sample {
             Self::Causal => Some(to(i64::MIN)),
             Self::Window(left, right) => Some(KeyIntervals::one(i - left, i + right + 1)),
             Self::FirstAndWindow(first, left) => {
-                KeyIntervals::one(i64::MIN, first.min(i + 1)).or(&to(i - left))
+                Some(KeyIntervals::one(i64::MIN, first.min(i + 1)).or(&to(i - left)))
             }
             Self::Chunked(size) => Some(to(i.div_euclid(size) * size)),
             Self::PerHead => Some(to(i - 3 * query.head as i64)),

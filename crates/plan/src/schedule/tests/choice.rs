@@ -283,7 +283,7 @@ impl Mask for EverySecondNode {
     fn intervals(&self, query: &mask::Query) -> Option<KeyIntervals> {
         let node = query.position / 128;
         let of = |node: i64| KeyIntervals::one(node * 128, (node + 1) * 128);
-        of(node).or(&of((node + 2) % 4))
+        Some(of(node).or(&of((node + 2) % 4)))
     }
 }
 
