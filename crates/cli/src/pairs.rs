@@ -16,8 +16,13 @@ pub(crate) fn visible(spec: &Spec, batch: &Batch) -> f64 {
 /// Counts the visible pairs of `queries` under a dense mask too, all heads and batch rows. Takes
 /// O(queries · keys) for each batch row and head that differs.
 pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys: &Rows) -> f64 {
-    let visibility =
-        Visibility { mask: spec.mask.as_ref(), attention_mask: Some(dense), queries, keys };
+    let visibility = Visibility {
+        mask: spec.mask.as_ref(),
+        attention_mask: Some(dense),
+        key_lists: None,
+        queries,
+        keys,
+    };
     if queries.is_empty() || keys.is_empty() {
         // empty `Rows` have no definite number of batch rows
         return 0.0;
@@ -87,6 +92,7 @@ mod tests {
                 let visibility = Visibility {
                     mask: spec.mask.as_ref(),
                     attention_mask,
+                    key_lists: None,
                     queries: &queries,
                     keys: &keys,
                 };

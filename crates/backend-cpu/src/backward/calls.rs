@@ -167,7 +167,7 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     }
     let attention_mask =
         if mask_was_sent { Some(&*received_mask) } else { shard.attention_mask.as_deref() };
-    let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+    let visibility = Visibility { attention_mask, ..shard.visibility(queries, keys) };
     let bias = match bias_was_sent {
         Some(bias) => Some(bias),
         None => inputs.bias.map(|bias| array("bias", bias)).transpose()?,
@@ -206,6 +206,9 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
     let by = "the two-pass backward of the cpu backend, for queries of other ranks";
     if shard.attention_mask.is_some() && !has_mask {
         return Err(Error::unsupported("attention_mask", by));
+    }
+    if shard.key_lists.is_some() {
+        return Err(Error::unsupported("key_lists", by));
     }
     match shard.spec.bias {
         Some([_, _, queries, _]) if queries != 1 && !has_bias => {

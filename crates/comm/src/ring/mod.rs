@@ -24,6 +24,7 @@ mod buffers;
 pub(crate) mod check;
 pub(crate) mod in_flight;
 mod leaf_owners;
+mod listed;
 mod one_pass;
 pub(crate) mod overlap;
 mod plan;
@@ -286,9 +287,9 @@ impl<B: Backend> Ring<B> {
         &self.agreed.layout
     }
 
-    /// Returns the route of the blocks.
+    /// Returns the route of the blocks: of a batch with key lists the direct one.
     pub const fn route(&self) -> Route {
-        self.agreed.route
+        self.plan.route
     }
 
     /// Returns the rank of each ring index. Layout, schedule and work count ring indices, messages
@@ -348,13 +349,13 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
-    /// steps.
+    /// steps. With key lists no rank knows the messages between two others, and they are left out.
     pub fn schedule(&self) -> Schedule {
-        plan::kv_schedule(&self.agreed, &self.plan.shards)
+        plan::kv_schedule(&self.agreed, &self.plan)
     }
 
     /// Counts the visible (query, key) pairs of every ring index, by the spec's mask and the
-    /// batch's segment ids and positions.
+    /// batch's segment ids and positions: not by a dense mask or key lists.
     pub fn work(&self) -> Work {
         let spec = &self.agreed.spec;
         Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &self.plan.shards)

@@ -145,6 +145,7 @@ proptest! {
         let visibility = Visibility {
             mask: &*mask,
             attention_mask: dense.as_ref(),
+            key_lists: None,
             queries: &queries,
             keys: &keys,
         };

@@ -87,7 +87,7 @@ pub(crate) fn visibility<'a>(
     queries: &'a Rows,
     keys: &'a Rows,
 ) -> Visibility<'a> {
-    Visibility { mask, attention_mask: None, queries, keys }
+    Visibility { mask, attention_mask: None, key_lists: None, queries, keys }
 }
 
 pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
@@ -216,6 +216,7 @@ proptest! {
         let visibility = Visibility {
             mask: &*mask,
             attention_mask: dense.as_ref(),
+            key_lists: None,
             queries: &queries,
             keys: &keys,
         };
