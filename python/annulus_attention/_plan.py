@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from . import _annulus, _arrays, _check
+from . import _annulus, _arrays, _check, _key_lists
 from ._agreement import agreed, carrier
 from ._arrays import DeviceMemory, HostMemory, Place, Tensor, accumulator
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
@@ -286,6 +286,8 @@ class Plan:
         attention_mask: Any = None,
         cum_seqlens_q: Any = None,
         cum_seqlens_k: Any = None,
+        key_lists: Any = None,
+        list_bias: bool = False,
     ) -> None:
         """Adapts the plan to a batch. What is not given is removed; ``update()`` removes all.
 
@@ -297,7 +299,16 @@ class Plan:
                 visible only if not zero. All keys, also with ``comm``.
             cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences,
                 in which positions restart. Whole, also with ``comm``.
+            key_lists: Keys of each query, at most: a CSR array of SciPy or torch, ``[query rows,
+                kv_len]``, whose stored entries are visible whatever their values, or (indptr,
+                indices). With ``comm`` the rows of this rank and all keys; it then receives the
+                listed rows of other ranks and no others. With ``groups · rows`` rows, the lists of
+                each group of query heads.
+            list_bias: True to add the values of key_lists to the scores.
         """
+        columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
+        if columns is not None and columns != kv_len:
+            raise invalid("key_lists", f"{columns} columns", f"{kv_len}, the keys of all ranks")
         given = {
             "q_segment_ids": q_segment_ids,
             "kv_segment_ids": kv_segment_ids,
@@ -306,9 +317,14 @@ class Plan:
             "attention_mask": attention_mask,
             "cum_seqlens_q": cum_seqlens_q,
             "cum_seqlens_k": cum_seqlens_k,
+            **_key_lists.split(key_lists, len(self._q_rows), list_bias=list_bias),
         }
+        self.adapt(batch_arrays(given))
+
+    def adapt(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Adapts the plan to the arrays of a batch, as ``batch_arrays`` returns them."""
         with self._collective():
-            self._plan.update(batch_arrays(given))
+            self._plan.update(arrays)
 
     def forward(
         self,
@@ -570,6 +586,9 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
             continue
         if name == "attention_mask":
             arrays[name] = _arrays.visible_pairs(name, value)
+        elif name.startswith("key_list"):
+            axes = 3 if name == "key_list_offsets" else 1
+            arrays[name] = _arrays.integers(name, value, "int64", axes)
         elif name.startswith("cum_seqlens"):
             arrays[name] = _arrays.integers(name, value, "int64", 1)
         else:

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use crate::{
     backward::{self, calls},
     forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
-    tangents,
+    gather, tangents,
     threads::team::Team,
     tile::input::{Acc, TileInput},
     workspace::{
@@ -232,6 +232,9 @@ fn attend<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
+    if gather::forward::attend::<E>(team, state, inputs, block, &mut *tick)? {
+        return Ok(false);
+    }
     if outputs.is_none() && state.decode.is_none() {
         // more blocks may follow
         state.keep_queries()?;

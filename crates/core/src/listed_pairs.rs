@@ -131,11 +131,9 @@ impl ListedPairs {
         }
     }
 
-    /// Returns the indices in the block of the visible keys of a query, and the entries of the key
-    /// lists that they come from.
-    pub fn of_query(&self, batch: usize, head: usize, q: usize) -> (&[u32], &[u32]) {
-        let pairs = self.pairs(self.list(batch, head, q));
-        (&self.keys[pairs.clone()], &self.entries[pairs])
+    /// Returns the entries of the key lists that the pairs `pairs` come from.
+    pub fn entries(&self, pairs: Range<usize>) -> &[u32] {
+        &self.entries[pairs]
     }
 
     /// Counts the tiles of `side` queries × `side` keys with a visible pair, over all lists.
@@ -223,15 +221,24 @@ impl TransposedPairs {
         Ok(())
     }
 
-    /// Returns the queries that attend to a key, ascending, and their pairs in [`ListedPairs`].
-    pub fn of_key(&self, batch: usize, head: usize, key: usize) -> (&[u32], &[u32]) {
+    /// Returns the queries of all keys, one key after another.
+    pub fn all_queries(&self) -> &[u32] {
+        &self.queries
+    }
+
+    /// Returns the numbers in [`ListedPairs`] of the pairs `pairs`.
+    pub fn numbers(&self, pairs: Range<usize>) -> &[u32] {
+        &self.pairs[pairs]
+    }
+
+    /// Returns the pairs of a key, by ascending query.
+    pub fn pairs(&self, batch: usize, head: usize, key: usize) -> Range<usize> {
         let batch = if self.batches <= 1 { 0 } else { batch };
         let list = (batch * self.heads + head / self.heads_of_list.max(1)) * self.keys + key;
-        let pairs = match (self.offsets.get(list), self.offsets.get(list + 1)) {
+        match (self.offsets.get(list), self.offsets.get(list + 1)) {
             (Some(&start), Some(&end)) => crate::index(start)..crate::index(end),
             _ => 0..0,
-        };
-        (&self.queries[pairs.clone()], &self.pairs[pairs])
+        }
     }
 
     /// Returns the heap bytes.

@@ -14,6 +14,7 @@ use crate::{
         reduction::{GroupGradients, KvSplit},
     },
     forward::query_pass::keys_and_values,
+    gather,
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
@@ -228,6 +229,9 @@ pub(crate) fn backward_fused<E: TileInput>(
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
+    if gather::backward::backward::<E>(team, state, inputs, block, partial_grad, &mut *tick)? {
+        return Ok(());
+    }
     if state.shard.leaves.is_some() {
         if !fuses_leaves(state, team.threads(), block.rows) {
             state.dq_layout = DqLayout::Strips;

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex};
 use annulus_core::{DType, DenseMask, QueryTile, RankShard, Result, Rows, memory};
 
 use crate::{
+    gather::block::ListedBlock,
     simd::{
         dispatch::{IsaToken, Real},
         isa::Isa,
@@ -164,6 +165,8 @@ pub(crate) struct PassState<A> {
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
     pub(crate) received_mask: DenseMask,
+    /// Pairs of key lists in the block that is computed on.
+    pub(crate) listed: ListedBlock,
     /// State of second derivatives, made by the first pass of that kind.
     pub(crate) tangents: Option<Box<TangentState<A>>>,
 }
@@ -347,6 +350,7 @@ impl<A: Real> PassState<A> {
             arrivals: LeafArrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),
+            listed: ListedBlock::default(),
             tangents: None,
         };
         state.index_blocks();
@@ -441,6 +445,7 @@ impl<A: Real> PassState<A> {
             + self.arrivals.bytes()
             + self.key_leaves.bytes()
             + self.received_mask.bytes()
+            + self.listed.bytes()
             + self.tangents.as_ref().map_or(0, |tangents| tangents.bytes())
     }
 

@@ -347,6 +347,7 @@ impl Input {
             q_positions: self.positions("q_positions", q_rows)?,
             kv_positions: self.positions("kv_positions", kv_rows)?,
             attention_mask: None,
+            key_lists: None,
             cum_seqlens_q: sequences("cum_seqlens_q")?,
             cum_seqlens_k: sequences("cum_seqlens_k")?,
         })
