@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._errors import invalid, unsupported
+from ._errors import invalid
 
-NAMES = ("key_list_offsets", "key_list_indices")
+NAMES = ("key_list_offsets", "key_list_indices", "key_list_bias")
 """Arrays of a batch that ``key_lists`` stands for."""
 
 
@@ -25,9 +25,9 @@ def split(value: Any, queries: int, *, list_bias: bool = False) -> dict[str, Any
         if list_bias:
             raise invalid("list_bias", list_bias, "False, since no key_lists are given")
         return dict.fromkeys(NAMES)
-    if list_bias:
-        raise unsupported("list_bias", "key_lists without the values of their pairs only")
-    indptr, indices = _parts(value)
+    indptr, indices, values = _parts(value)
+    if list_bias and values is None:
+        raise invalid("list_bias", list_bias, "False, since (indptr, indices) have no values")
     offsets = _arrays.integers("key_lists", indptr, "int64", np.ndim(indptr))
     if offsets.ndim == 1:
         offsets = _by_group(offsets, queries)
@@ -37,22 +37,31 @@ def split(value: Any, queries: int, *, list_bias: bool = False) -> dict[str, Any
     return {
         "key_list_offsets": offsets,
         "key_list_indices": _arrays.integers("key_lists", indices, "int64", 1),
+        "key_list_bias": values if list_bias else None,
     }
 
 
-def _parts(value: Any) -> tuple[Any, Any]:
-    """Returns indptr and indices."""
+def numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """Returns the bias of listed pairs as float64."""
+    found = _arrays.tensor(name, value)
+    if found.array.ndim != 1:
+        raise invalid(name, f"{found.array.ndim} axes", "1: [listed pairs]")
+    return np.ascontiguousarray(_arrays.converted(found, "float64"), dtype=np.float64)
+
+
+def _parts(value: Any) -> tuple[Any, Any, Any]:
+    """Returns indptr, indices and values."""
     if isinstance(value, tuple):
         if len(value) != 2:
             raise invalid("key_lists", f"a tuple of {len(value)}", "(indptr, indices)")
-        return value
+        return *value, None
     if _arrays.library(value) == "torch":
         if str(value.layout) != "torch.sparse_csr" or value.ndim != 2:
             got = f"a torch tensor of layout {value.layout} and {value.ndim} axes"
             raise invalid("key_lists", got, "torch.sparse_csr, [query rows, kv_len]")
-        return value.crow_indices().cpu(), value.col_indices().cpu()
+        return value.crow_indices().cpu(), value.col_indices().cpu(), value.values()
     if getattr(value, "format", None) == "csr":
-        return value.indptr, value.indices
+        return value.indptr, value.indices, value.data
     want = "a CSR array of SciPy or torch, or (indptr, indices)"
     raise invalid("key_lists", f"a {type(value).__name__}", want)
 

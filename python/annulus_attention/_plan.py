@@ -204,6 +204,7 @@ class Plan:
             )
         self._started: Pass[Any] | None = None
         self._has_out_residual = self._plan.has_out_residual()
+        self._biased_pairs: int | None = None
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 
@@ -304,7 +305,8 @@ class Plan:
                 indices). With ``comm`` the rows of this rank and all keys; it then receives the
                 listed rows of other ranks and no others. With ``groups · rows`` rows, the lists of
                 each group of query heads.
-            list_bias: True to add the values of key_lists to the scores.
+            list_bias: True to add the values of key_lists to the scores. Their gradient is
+                ``Gradients.dlist_bias``.
         """
         columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
         if columns is not None and columns != kv_len:
@@ -325,6 +327,8 @@ class Plan:
         """Adapts the plan to the arrays of a batch, as ``batch_arrays`` returns them."""
         with self._collective():
             self._plan.update(arrays)
+        bias = arrays.get("key_list_bias")
+        self._biased_pairs = None if bias is None else len(bias)
 
     def forward(
         self,
@@ -425,6 +429,10 @@ class Plan:
                 if name in arrays:
                     gradients[f"d{name}"] = memory.empty(arrays[name].shape, acc, like)
             reports = self._plan.backward({**arrays, **gradients})
+            dlist_bias = None
+            if self._biased_pairs is not None:
+                dlist_bias = np.empty(self._biased_pairs)
+                self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
         sources = {"dbias": inputs.bias, "dsoftmax_aux": inputs.softmax_aux}
         results = {}
         for name, array in gradients.items():
@@ -435,7 +443,7 @@ class Plan:
                 array = memory.converted(name, Tensor(array, acc, like), dtype)
                 array = array if array.shape == source.array.shape else array[0]
             results[name] = memory.given_back(array, dtype, like)
-        return Gradients(**results, reports=reports_of(reports))
+        return Gradients(**results, dlist_bias=dlist_bias, reports=reports_of(reports))
 
     def forward_start(
         self,
@@ -586,6 +594,8 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
             continue
         if name == "attention_mask":
             arrays[name] = _arrays.visible_pairs(name, value)
+        elif name == "key_list_bias":
+            arrays[name] = _key_lists.numbers(name, value)
         elif name.startswith("key_list"):
             axes = 3 if name == "key_list_offsets" else 1
             arrays[name] = _arrays.integers(name, value, "int64", axes)

@@ -236,7 +236,11 @@ fn key_lists(given: &Bound<'_, PyDict>) -> Raises<Option<KeyLists>> {
         return Err(Error::invalid("key_lists", got, "keys from 0").into());
     }
     let keys = keys.iter().map(|&key| u32::try_from(key).unwrap_or(u32::MAX)).collect();
-    Ok(Some(KeyLists::by_group([batches, groups], all, keys)?))
+    let lists = KeyLists::by_group([batches, groups], all, keys)?;
+    match array(given, "key_list_bias")? {
+        Some(bias) => Ok(Some(lists.with_bias(bias.view::<f64, Ix1>()?.to_vec())?)),
+        None => Ok(Some(lists)),
+    }
 }
 
 /// Copies one number per batch row and row.

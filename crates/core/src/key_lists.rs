@@ -123,6 +123,12 @@ impl KeyLists {
             let want = format!("{}, one for each listed pair", self.keys.len());
             return Err(Error::invalid("key_list_bias", format!("{} numbers", bias.len()), want));
         }
+        if let Some(entry) = bias.iter().position(|number| !number.is_finite()) {
+            let list = self.offsets.partition_point(|&offset| offset <= entry as u64) - 1;
+            let within = entry - self.span(list).start;
+            let got = format!("{}, entry {within}: {}", self.row(list), bias[entry]);
+            return Err(Error::invalid("key_list_bias", got, "finite numbers"));
+        }
         Ok(Self { bias: Some(bias), ..self })
     }
 
@@ -166,7 +172,11 @@ impl KeyLists {
     }
 
     /// Checks the lists of a rank with `q_rows` queries.
-    pub(crate) fn validate(&self, dims: &Dims, q_rows: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another shape, and naming the row and the entry of a key that
+    /// does not exist.
+    pub fn validate(&self, dims: &Dims, q_rows: usize) -> Result<()> {
         let Self { batches, groups, queries, .. } = *self;
         let fits = (batches == 1 || batches == dims.batch)
             && groups > 0

@@ -99,6 +99,12 @@ impl ListedPairs {
         self.keys.len()
     }
 
+    /// Counts the visible pairs of all batch rows and query heads.
+    pub fn count_all(&self, batch_rows: usize) -> u64 {
+        let batches = batch_rows / self.batches.max(1);
+        (self.keys.len() * self.heads_of_list * batches) as u64
+    }
+
     /// Returns true if no pair is visible.
     pub const fn is_empty(&self) -> bool {
         self.keys.is_empty()

@@ -37,6 +37,8 @@ _INPUTS = ", ".join(
 )
 _TENSORS = 5 + len(BATCH)
 """Tensors of a call and its batch, which the seed, the options and forward_only follow."""
+_LIST_BIAS = 5 + BATCH.index("key_list_bias")
+"""Index of the only tensor of a batch that has a gradient."""
 _STATISTICS = "Tensor lse, Tensor max, Tensor sum, Tensor ties, Tensor out_residual"
 
 
@@ -126,7 +128,10 @@ def attend_backward(*given: Any) -> Any:
             bias=bias,
             softmax_aux=softmax_aux,
         )
-    all = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux)
+    all = [gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux]
+    if gradients.dlist_bias is not None:
+        of_bias = given[_LIST_BIAS]
+        all.append(torch.from_numpy(gradients.dlist_bias).to(of_bias.dtype))
     return [gradient for gradient in all if gradient is not None]
 
 
@@ -134,7 +139,7 @@ def attend_backward(*given: Any) -> Any:
 def _(*given: Any) -> Any:
     return [
         torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in given[:5]
+        for tensor in (*given[:5], given[_LIST_BIAS])
         if tensor is not None
     ]
 
@@ -202,8 +207,12 @@ def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
     saved = ctx.saved_tensors
     tensors, results = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
     gradients = iter(compute(*tensors, ctx.options, False, *results, dout, dlse))
-    of_tensors = [None if tensor is None else next(gradients) for tensor in tensors[:5]]
-    return *of_tensors, *(None for _ in tensors[5:]), None, None
+    with_gradient = (*range(5), _LIST_BIAS)
+    of_inputs: list[Any] = [None] * (len(tensors) + 2)
+    for index in with_gradient:
+        if tensors[index] is not None:
+            of_inputs[index] = next(gradients)
+    return tuple(of_inputs)
 
 
 def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:

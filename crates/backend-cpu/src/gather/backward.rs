@@ -9,6 +9,8 @@
 //! Scores are computed twice, so that each sum has one writer and one order: seven products a pair,
 //! where tiles take five.
 
+use std::sync::Mutex;
+
 use annulus_core::{
     BackwardInputs, Block, Element, Host, HostBuffer, HostView, Result, RowLayout, Tick,
 };
@@ -16,12 +18,15 @@ use annulus_core::{
 use crate::{
     forward::query_pass::keys_and_values,
     gather::{
-        block::{BIAS, GatherScratch, KEEP, ListedBlock, STATISTICS, rule, widen},
+        block::{BIAS, GatherScratch, KEEP, ListedBlock, STATISTICS, contiguous, rule, widen},
         forward::PairTerms,
         rows::{Gathered, GradientRow, PairStatistics, ScoreRule},
     },
     simd::{dispatch::Real, element::Float},
-    threads::team::{Team, Ticker},
+    threads::{
+        ordered_reduction::lock,
+        team::{Team, Ticker},
+    },
     tile::{
         geometry::Geometry,
         input::{Acc, TileInput, TileSource, array, elements_mut},
@@ -49,15 +54,16 @@ pub(crate) fn backward<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<bool> {
     let PassState { shard, geometry, blocks, scratch, listed, statistics, .. } = state;
-    if shard.key_lists.is_none() {
+    let PassState { list_bias_gradient, .. } = state;
+    if !listed.gathers::<Acc<E>>(shard, block.rows)? {
         return Ok(false);
     }
+    let mut copies = [None, None, None, None];
+    let [of_q, of_dout, of_k, of_v] = &mut copies;
     let (k, v) = keys_and_values(shard, &inputs.forward, block)?;
-    let q = TileSource::<E>::tensor(array("q", inputs.forward.q)?);
-    let dout = TileSource::<E>::tensor(array("dout", inputs.dout)?);
-    if !listed.gathers(shard, block.rows, &[&q, &k, &v, &dout])? {
-        return Ok(false);
-    }
+    let q = contiguous(TileSource::<E>::tensor(array("q", inputs.forward.q)?), of_q);
+    let dout = contiguous(TileSource::<E>::tensor(array("dout", inputs.dout)?), of_dout);
+    let [k, v] = [contiguous(k, of_k), contiguous(v, of_v)];
     let keys = block.rows.len();
     listed.transposed.refill(&listed.pairs, keys)?;
     scratch.iter_mut().try_for_each(|scratch| scratch.gather.allocate(geometry))?;
@@ -76,8 +82,17 @@ pub(crate) fn backward<E: TileInput>(
         key_rows: block.rows.rows(),
         record: spec.gradient_row_layout(),
     };
-    team.run(scratch, blocks.iter_mut(), Some(&mut *tick), |scratch, block, ticker| {
-        pass.add_dq(scratch, block, ticker);
+    // one task adds all terms of a query to the gradient of the list bias, in one order
+    let has_bias = !list_bias_gradient.is_empty();
+    let dbias = Mutex::new(&mut list_bias_gradient[..]);
+    let dbias = has_bias.then_some(&dbias);
+    let mut in_order: Vec<&mut QueryBlock<Acc<E>>> = blocks.iter_mut().collect();
+    if has_bias {
+        in_order.sort_by_key(|block| (block.rows.start, block.batch, block.kv_head));
+    }
+    let tasks = in_order.chunk_by_mut(|a, b| has_bias && a.rows.start == b.rows.start);
+    team.run(scratch, tasks, Some(&mut *tick), |scratch, blocks, ticker| {
+        blocks.iter_mut().for_each(|block| pass.add_dq(scratch, block, dbias, ticker));
     });
     let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys, &pass.record)?;
     let record = annulus_core::index(pass.record.bytes()) / size_of::<Acc<E>>();
@@ -88,6 +103,9 @@ pub(crate) fn backward<E: TileInput>(
     });
     Ok(true)
 }
+
+/// Gradient of the list bias, by entry of the key lists.
+type ListBiasGradient<'a, A> = Mutex<&'a mut [A]>;
 
 struct GradientRows<'a, E: TileInput> {
     geometry: &'a Geometry,
@@ -110,6 +128,7 @@ impl<E: TileInput> GradientRows<'_, E> {
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
+        dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
         let width = self.geometry.padded_head_dim();
@@ -122,7 +141,7 @@ impl<E: TileInput> GradientRows<'_, E> {
                     return;
                 }
                 let at = [block.batch, head, block.kv_head, block.rows.start + row];
-                self.add_dq_row(&mut scratch.gather, at, dq);
+                self.add_dq_row(&mut scratch.gather, at, dq, dbias);
             }
         }
     }
@@ -132,6 +151,7 @@ impl<E: TileInput> GradientRows<'_, E> {
         scratch: &mut GatherScratch<Acc<E>>,
         [batch, head, kv_head, query]: [usize; 4],
         dq: &mut [Acc<E>],
+        dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
     ) {
         let pairs = &self.listed.pairs;
         let of_query = pairs.pairs(pairs.list(batch, head, query));
@@ -145,13 +165,15 @@ impl<E: TileInput> GradientRows<'_, E> {
         let line = batch * self.geometry.dims.q_heads + head;
         let &[max, inverse_sum, delta, _] = &self.statistics.of(line, query..query + 1)[0];
         for (start, keys) in Gathered::parts(pairs.all_keys(), of_query) {
-            let (own, _, scratch, mut lists) = scratch.split();
+            let (own, _, scratch, lists) = scratch.split();
             let entries = pairs.entries(start..start + keys.rows.len());
             let rows = keys.rows.iter();
             let rows = rows.map(|&key| [self.query_rows[query], self.key_rows[key as usize]]);
             let keep = self.terms.keep([batch, head], rows, lists[KEEP]);
             let has_bias = self.terms.bias(entries.iter().map(|&e| e as usize), lists[BIAS]);
-            let [keep_list, bias_list, ..] = lists.each_mut().map(|list| &**list);
+            let [keep_list, bias_list, .., of_bias] = lists;
+            let of_bias = &mut of_bias[..keys.rows.len()];
+            of_bias.fill(Acc::<E>::ZERO);
             let row = GradientRow {
                 other: keys,
                 own: own.map(|row| &*row),
@@ -163,9 +185,14 @@ impl<E: TileInput> GradientRows<'_, E> {
                 scratch,
                 out: &mut *dq,
                 out_value: None,
-                dbias: None,
+                dbias: dbias.map(|_| &mut *of_bias),
             };
             Acc::<E>::run_kernel(self.geometry.token, 1, row);
+            if let Some(dbias) = dbias {
+                let mut dbias = lock(dbias);
+                let terms = entries.iter().zip(&*of_bias);
+                terms.for_each(|(&entry, &ds)| dbias[entry as usize] += ds);
+            }
         }
     }
 
@@ -226,7 +253,7 @@ impl<E: TileInput> GradientRows<'_, E> {
                         lists[list][at] = number;
                     }
                 }
-                let [keep_list, bias_list, max, inverse_sum, delta] =
+                let [keep_list, bias_list, max, inverse_sum, delta, _] =
                     lists.each_mut().map(|list| &**list);
                 let row = GradientRow {
                     other: queries,

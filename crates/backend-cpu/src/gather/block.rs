@@ -4,11 +4,12 @@
 //! but also the pairs that are not listed. The cheaper form of a block follows from the two counts,
 //! so that it depends on the lists alone.
 
-use annulus_core::{Error, ListedPairs, RankShard, Result, Rows, Spec, TransposedPairs};
+use annulus_core::{Error, KeyLists, ListedPairs, RankShard, Result, Rows, Spec, TransposedPairs};
+use ndarray::Array4;
 
 use crate::{
     gather::rows::{PART, RowScratch, ScoreRule},
-    simd::{dispatch::Real, element::Float},
+    simd::dispatch::Real,
     tile::{
         aligned::Aligned,
         geometry::Geometry,
@@ -34,32 +35,19 @@ impl ListedBlock {
     /// lack.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Unsupported`] for a list bias that only tiles could
-    /// compute.
-    pub(crate) fn gathers<E: TileInput>(
-        &mut self,
-        shard: &RankShard,
-        keys: &Rows,
-        sources: &[&TileSource<'_, E>],
-    ) -> Result<bool> {
-        let Some(lists) = shard.key_lists.as_deref() else { return Ok(false) };
-        let are_vectors = sources.iter().all(|source| matches!(source, TileSource::Vectors { .. }));
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn gathers<A: Real>(&mut self, shard: &RankShard, keys: &Rows) -> Result<bool> {
+        let Some(lists) = shard.key_lists.as_deref().filter(|_| lacks::<A>(shard).is_none()) else {
+            return Ok(false);
+        };
         let spec = &*shard.spec;
-        if let Some(what) = lacks::<E::Accumulator>(shard).or((!are_vectors).then_some("strides")) {
-            return match lists.bias() {
-                Some(_) => {
-                    Err(Error::unsupported("key_list_bias", format!("the cpu backend with {what}")))
-                }
-                None => Ok(false),
-            };
-        }
         let visibility = shard.visibility(&shard.queries, keys);
         self.pairs.refill(&visibility, spec.dims.batch)?;
         if lists.bias().is_some() {
             return Ok(true);
         }
         let tiles = self.pairs.count_tiles(TILE, keys.len())?;
-        let rows = TILE.min(shard.queries.len().next_multiple_of(E::Accumulator::WIDTH));
+        let rows = TILE.min(shard.queries.len().next_multiple_of(A::WIDTH));
         Ok(self.pairs.len() as u64 * GATHER_COST < tiles * (rows * TILE) as u64)
     }
 
@@ -69,8 +57,34 @@ impl ListedBlock {
     }
 }
 
+/// Refuses a list bias that only tiles could compute.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub(crate) fn check<A: Real>(shard: &RankShard, lists: &KeyLists) -> Result<()> {
+    match lacks::<A>(shard) {
+        Some(what) if lists.bias().is_some() => {
+            Err(Error::unsupported("key_list_bias", format!("the cpu backend with {what}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns a tensor with contiguous vectors, in `copy` if those of `source` are not.
+pub(crate) fn contiguous<'a, E: TileInput>(
+    source: TileSource<'a, E>,
+    copy: &'a mut Option<Array4<E>>,
+) -> TileSource<'a, E> {
+    match source {
+        TileSource::Tensor(tensor) => {
+            TileSource::tensor(copy.insert(tensor.as_standard_layout().into_owned()).view())
+        }
+        vectors @ TileSource::Vectors { .. } => vectors,
+    }
+}
+
 /// Names a feature that gathered rows lack.
-pub(crate) fn lacks<A: Real>(shard: &RankShard) -> Option<&'static str> {
+fn lacks<A: Real>(shard: &RankShard) -> Option<&'static str> {
     let spec = &*shard.spec;
     let is_rounded = spec.logits_dtype.bytes() < A::DTYPE.bytes();
     let lacking = [
@@ -100,12 +114,12 @@ pub(crate) struct GatherScratch<A> {
     /// Sums of a row of each plane, padded to whole vectors.
     pub(crate) sums: [Aligned<A>; 2],
     block: Aligned<A>,
-    /// Products, dP, slopes, dropout factors, list bias; then statistics.
-    parts: [Aligned<A>; 8],
+    /// Products, dP, slopes; dropout factors, list bias, statistics, gradient of the list bias.
+    parts: [Aligned<A>; 9],
 }
 
-/// Numbers of the lists of [`GatherScratch::split`]: dropout factors, list bias, then three of
-/// statistics.
+/// Numbers of the lists of [`GatherScratch::split`]: dropout factors, list bias, three of
+/// statistics, and the gradient of the list bias.
 pub(crate) const KEEP: usize = 0;
 pub(crate) const BIAS: usize = 1;
 pub(crate) const STATISTICS: usize = 2;
@@ -133,12 +147,12 @@ impl<A: Real> GatherScratch<A> {
     /// Divides the scratch: rows, sums, that of a kernel, and lists of numbers a pair.
     pub(crate) fn split(
         &mut self,
-    ) -> ([&mut [A]; 2], [&mut [A]; 2], RowScratch<'_, A>, [&mut [A]; 5]) {
+    ) -> ([&mut [A]; 2], [&mut [A]; 2], RowScratch<'_, A>, [&mut [A]; 6]) {
         let Self { own, sums, block, parts } = self;
-        let [s, dp, slope, keep, bias, max, inverse_sum, delta] =
+        let [s, dp, slope, keep, bias, max, inverse_sum, delta, dbias] =
             parts.each_mut().map(|list| &mut **list);
         let scratch = RowScratch { block, s, dp, slope };
-        let lists = [keep, bias, max, inverse_sum, delta];
+        let lists = [keep, bias, max, inverse_sum, delta, dbias];
         (
             own.each_mut().map(|list| &mut **list),
             sums.each_mut().map(|list| &mut **list),

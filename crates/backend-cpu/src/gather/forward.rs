@@ -12,7 +12,7 @@ use annulus_core::{Block, DropoutMask, Host, HostView, Inputs, KeyLists, Result,
 use crate::{
     forward::query_pass::keys_and_values,
     gather::{
-        block::{BIAS, GatherScratch, KEEP, ListedBlock, rule, widen},
+        block::{BIAS, GatherScratch, KEEP, ListedBlock, contiguous, rule, widen},
         rows::{AttendRow, Gathered, ScoreRule},
     },
     simd::{dispatch::Real, element::Float},
@@ -33,14 +33,14 @@ pub(crate) fn attend<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<bool> {
     let PassState { shard, geometry, blocks, scratch, listed, attended, .. } = state;
-    if shard.key_lists.is_none() {
+    if !listed.gathers::<Acc<E>>(shard, block.rows)? {
         return Ok(false);
     }
+    let mut copies = [None, None, None];
+    let [of_q, of_k, of_v] = &mut copies;
     let (k, v) = keys_and_values(shard, inputs, block)?;
-    let q = TileSource::<E>::tensor(array("q", inputs.q)?);
-    if !listed.gathers(shard, block.rows, &[&q, &k, &v])? {
-        return Ok(false);
-    }
+    let q = contiguous(TileSource::<E>::tensor(array("q", inputs.q)?), of_q);
+    let [k, v] = [contiguous(k, of_k), contiguous(v, of_v)];
     scratch.iter_mut().try_for_each(|scratch| scratch.gather.allocate(geometry))?;
     *attended = true;
     let terms = PairTerms::new(&shard.spec, shard.key_lists.as_deref());

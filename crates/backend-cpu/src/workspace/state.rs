@@ -167,6 +167,8 @@ pub(crate) struct PassState<A> {
     pub(crate) received_mask: DenseMask,
     /// Pairs of key lists in the block that is computed on.
     pub(crate) listed: ListedBlock,
+    /// Gradient of the bias of the key lists, one number for each listed pair.
+    pub(crate) list_bias_gradient: Vec<A>,
     /// State of second derivatives, made by the first pass of that kind.
     pub(crate) tangents: Option<Box<TangentState<A>>>,
 }
@@ -351,6 +353,7 @@ impl<A: Real> PassState<A> {
             key_leaves,
             received_mask: DenseMask::default(),
             listed: ListedBlock::default(),
+            list_bias_gradient: Vec::new(),
             tangents: None,
         };
         state.index_blocks();
@@ -446,6 +449,7 @@ impl<A: Real> PassState<A> {
             + self.key_leaves.bytes()
             + self.received_mask.bytes()
             + self.listed.bytes()
+            + list_bytes(&self.list_bias_gradient)
             + self.tangents.as_ref().map_or(0, |tangents| tangents.bytes())
     }
 

@@ -29,7 +29,11 @@ use crate::{agreement::all_gather, delegate::HostMessages};
 
 /// Refuses key lists in a ring that cannot send exactly the rows that they need.
 pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> {
-    if batch.key_lists.is_none() || ranks == 1 {
+    let Some(lists) = &batch.key_lists else { return Ok(()) };
+    if lists.bias().is_some() && agreed.second_derivatives {
+        return Err(Error::unsupported("key_list_bias", "second derivatives"));
+    }
+    if ranks == 1 {
         return Ok(());
     }
     if agreed.spec.leaf_rows.is_some() {

@@ -44,7 +44,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Order, Outputs, RankShard, Result,
-    Runs, Space, Spec, Transport, View, ViewMut,
+    Runs, Space, Spec, Transport, View, ViewMut, Workspace,
 };
 use annulus_plan::{Layout, Machine, Route, Schedule, Work};
 
@@ -341,6 +341,12 @@ impl<B: Backend> Ring<B> {
     pub fn has_out_residual(&self) -> bool {
         let Agreed { spec, backward, no_out_residual, .. } = &self.agreed;
         *backward && check::has_residual(spec.dtype) && no_out_residual.is_none()
+    }
+
+    /// Returns the gradient of the bias of this rank's key lists that the last backward pass has
+    /// computed, one number for each listed pair; `None` without such a bias.
+    pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        self.workspace.list_bias_gradient()
     }
 
     /// Returns the memory that the backend keeps between passes.

@@ -262,6 +262,9 @@ impl<B: Backend> Ring<B> {
         layout.validate_batch(batch, &spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(spec, batch, self.ranks)?;
         listed::check(&self.agreed, batch, self.ranks)?;
+        if let Some(lists) = &batch.key_lists {
+            self.workspace.check_lists(lists)?;
+        }
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }
 

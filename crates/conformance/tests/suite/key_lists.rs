@@ -5,7 +5,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use annulus::{Attention, Division, LocalRing, Setup, Tensors};
-use annulus_conformance::{Case, Draw, Facade, Judge, Masks, Setting, Subject, suite};
+use annulus_conformance::{Answer, Case, Draw, Facade, Judge, Masks, Setting, Subject, suite};
 use annulus_core::{
     BackwardMode, Batch, DType, DenseMask, Dims, Error, KeyLists, ListedKeys, Spec,
 };
@@ -234,4 +234,70 @@ fn bad_lists_and_what_cannot_be_computed_are_refused_and_change_nothing() {
     unsupported(Setup::from((&attention, Division::new().strategy(Strategy::PassQ))));
     unsupported(Setup::from(attention.clone().reproducible(true)));
     unsupported(Setup::from(attention.clone().backward_mode(BackwardMode::TwoPass)));
+}
+
+/// The gradient of a number a pair is that of the equal dense bias, summed over the heads and batch
+/// rows that share the list.
+#[test]
+fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
+    let draw = &mut Draw::new(11);
+    for (groups, batches, soft_cap) in [(1, 1, None), (2, 2, None), (4, 1, Some(1.5))] {
+        let spec = Spec { soft_cap, ..Spec::new(DIMS, DType::F64) };
+        let mut case = Case::new("list bias", spec, Masks::default(), draw);
+        let mut keys = Draw::new(7);
+        let unbiased =
+            lists([batches, groups], &DIMS, |_| (0..7).map(|_| keys.below(60)).collect());
+        let bias: Vec<f64> = (0..unbiased.len()).map(|_| draw.normal()).collect();
+        case.batch.key_lists = Some(Arc::clone(&unbiased));
+        let mut twin = dense_twin(&case);
+        let shape = [batches, 4, 60, 60];
+        let entry = |[b, h, q, k]: [usize; 4]| {
+            let entries = unbiased.entries(b, h * groups / 4, q);
+            let at = unbiased.keys()[entries.clone()].binary_search(&(k as u32)).ok()?;
+            Some(entries.start + at)
+        };
+        twin.spec.bias = Some(shape);
+        twin.bias = Some(Array4::from_shape_fn(shape, |(b, h, q, k)| {
+            entry([b, h, q, k]).map_or(0.0, |entry| bias[entry])
+        }));
+        let truth = Answer::of(twin.truth().unwrap(), true);
+        let want = |name: &str| {
+            let arrays = truth.arrays();
+            arrays.into_iter().find(|(of, _)| *of == name).unwrap().1.to_owned()
+        };
+        let mut dbias = vec![0.0; unbiased.len()];
+        for (index, &ds) in want("dbias").indexed_iter() {
+            let at = entry([index[0], index[1], index[2], index[3]]);
+            at.into_iter().for_each(|entry| dbias[entry] += ds);
+        }
+        let biased = KeyLists::clone(&unbiased).with_bias(bias.clone()).unwrap();
+        for ranks in [1, 3] {
+            let attention = Attention::new().dtype(DType::F64).logits_soft_cap(soft_cap);
+            let mut ring = LocalRing::new(&attention, DIMS, ranks).unwrap();
+            let key_lists = Some(Arc::new(biased.clone()));
+            ring.update(&Batch { key_lists, ..Batch::default() }).unwrap();
+            let tensors = Tensors::new(case.q.view(), case.k.view(), case.v.view());
+            let forward = ring.forward(&tensors).unwrap();
+            let backward = ring.backward(&tensors, &forward, case.dout.view(), None).unwrap();
+            let near = |name: &str, got: Vec<f64>, want: Vec<f64>| {
+                let worst = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(got.len() == want.len() && worst < 1e-12, "{name}, {ranks} ranks: {worst}");
+            };
+            let all = |name: &str| want(name).iter().copied().collect::<Vec<f64>>();
+            near("out", forward.out.iter().copied().collect(), all("out"));
+            near("dq", backward.dq.iter().copied().collect(), all("dq"));
+            near("dk", backward.dk.iter().copied().collect(), all("dk"));
+            near("dv", backward.dv.iter().copied().collect(), all("dv"));
+            near("bias", ring.list_bias_gradient().unwrap(), dbias.clone());
+        }
+    }
+    // what only tiles compute is refused by name, and a number that is not finite
+    let one = KeyLists::new((0..=60).collect(), vec![0; 60]).unwrap();
+    let biased = Some(Arc::new(one.clone().with_bias(vec![0.5; 60]).unwrap()));
+    for attention in [Attention::new().reproducible(true), Attention::new().unnormalized(true)] {
+        let mut ring = LocalRing::new(&attention, DIMS, 1).unwrap();
+        let error = ring.update(&Batch { key_lists: biased.clone(), ..Batch::default() });
+        assert!(error.unwrap_err().to_string().contains("key_list_bias"));
+    }
+    assert!(one.with_bias(vec![f64::NAN; 60]).unwrap_err().to_string().contains("row 0, entry 0"));
 }
