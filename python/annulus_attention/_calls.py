@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import _arrays, _check
+from . import _arrays, _check, _key_lists
 from ._agreement import DEADLINE, agreed, check_communicator, gathered
 from ._annulus import BiasFunction, Mask
 from ._arrays import Place, current_stream
@@ -33,6 +33,7 @@ BATCH = (
     "attention_mask",
     "cum_seqlens_q",
     "cum_seqlens_k",
+    *_key_lists.NAMES,
 )
 FOREIGN = {
     "axis_name": "the ring is given by ranks= or comm=",
@@ -224,6 +225,8 @@ def flash_attention(
     kv_segment_ids: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    key_lists: Any = None,
+    list_bias: bool = False,
     mask_builder: Mask | None = None,
     # options.toml: flash_attention
     attention_sink_size: int = 0,
@@ -268,6 +271,10 @@ def flash_attention(
         q_positions, kv_positions: ``[batch, len]``, explicit positions.
         cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
             which positions restart at 0. One given serves for both.
+        key_lists: Keys of each query, at most: a CSR array of SciPy or torch, ``[q_len, kv_len]``,
+            whose stored entries are visible whatever their values, or (indptr, indices). With
+            ``groups · q_len`` rows, the lists of each group of query heads.
+        list_bias: True to add the values of key_lists to the scores.
         threads: CPU threads that compute. Default: the cores of the machine.
         backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
             see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on
@@ -316,6 +323,8 @@ def ring_attention(
     cum_seqlens_k: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    key_lists: Any = None,
+    list_bias: bool = False,
     # options.toml: ring_attention
     attention_sink_size: int = 0,
     prefix_len: int | None = None,
@@ -358,7 +367,8 @@ def ring_attention(
 
     With ``comm`` every rank passes its own rows and calls with the same parameters; the arrays of
     all ranks are one sequence, distributed by ``layout``. bias has this rank's queries × all keys,
-    as has attention_mask; cum_seqlens are whole. A ring over many calls keeps a ``Plan``.
+    as has attention_mask, and key_lists, of which only the listed rows of other ranks are received;
+    cum_seqlens are whole. A ring over many calls keeps a ``Plan``.
 
     Args:
         query: ``[batch, q_len, q_heads, head_dim]``; with comm, q_len counts this rank's rows.
@@ -409,6 +419,7 @@ def ring_attention(
 
 def attend(given: Arguments) -> Any:
     """Computes a call, with a gradient where the arrays are of a library that has some."""
+    given = with_lists(given)
     tensors: Tensors = tuple(given[name] for name in TENSORS)
     if _arrays.library(given["query"]) == "torch" or _requires_grad(*tensors):
         from .torch import attend as attend_with_torch
@@ -444,6 +455,20 @@ def attend(given: Arguments) -> Any:
             forward = pass_forward(plan, tensors)
         results = (forward.out, forward.lse, forward.max, forward.sum)
     return chosen(given, results)
+
+
+def with_lists(given: Arguments) -> Arguments:
+    """Returns the arguments with the arrays of a batch in the place of ``key_lists``."""
+    if "key_lists" not in given:
+        return given
+    given = dict(given)
+    value, bias = given.pop("key_lists"), _check.boolean("list_bias", given.pop("list_bias"))
+    shape = getattr(given["query"], "shape", (0, 0))
+    keys = getattr(given["key"], "shape", (0, 0))
+    columns = _key_lists.columns(value)
+    if columns is not None and given.get("comm") is None and columns != keys[1]:
+        raise invalid("key_lists", f"{columns} columns", f"{keys[1]}, as key has rows")
+    return {**given, **_key_lists.split(value, int(shape[1]), list_bias=bias)}
 
 
 def check_returns(given: Arguments) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from . import _annulus, _arrays, _check
+from . import _annulus, _arrays, _check, _key_lists
 from ._agreement import agreed, carrier
 from ._arrays import DeviceMemory, HostMemory, Place, Tensor, accumulator
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
@@ -204,6 +204,7 @@ class Plan:
             )
         self._started: Pass[Any] | None = None
         self._has_out_residual = self._plan.has_out_residual()
+        self._biased_pairs: int | None = None
         self._q_rows = spelled_runs(self._plan.q_rows())
         self._kv_rows = spelled_runs(self._plan.kv_rows())
 
@@ -286,6 +287,8 @@ class Plan:
         attention_mask: Any = None,
         cum_seqlens_q: Any = None,
         cum_seqlens_k: Any = None,
+        key_lists: Any = None,
+        list_bias: bool = False,
     ) -> None:
         """Adapts the plan to a batch. What is not given is removed; ``update()`` removes all.
 
@@ -297,7 +300,17 @@ class Plan:
                 visible only if not zero. All keys, also with ``comm``.
             cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences,
                 in which positions restart. Whole, also with ``comm``.
+            key_lists: Keys of each query, at most: a CSR array of SciPy or torch, ``[query rows,
+                kv_len]``, whose stored entries are visible whatever their values, or (indptr,
+                indices). With ``comm`` the rows of this rank and all keys; it then receives the
+                listed rows of other ranks and no others. With ``groups · rows`` rows, the lists of
+                each group of query heads.
+            list_bias: True to add the values of key_lists to the scores. Their gradient is
+                ``Gradients.dlist_bias``.
         """
+        columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
+        if columns is not None and columns != kv_len:
+            raise invalid("key_lists", f"{columns} columns", f"{kv_len}, the keys of all ranks")
         given = {
             "q_segment_ids": q_segment_ids,
             "kv_segment_ids": kv_segment_ids,
@@ -306,9 +319,16 @@ class Plan:
             "attention_mask": attention_mask,
             "cum_seqlens_q": cum_seqlens_q,
             "cum_seqlens_k": cum_seqlens_k,
+            **_key_lists.split(key_lists, len(self._q_rows), list_bias=list_bias),
         }
+        self.adapt(batch_arrays(given))
+
+    def adapt(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Adapts the plan to the arrays of a batch, as ``batch_arrays`` returns them."""
         with self._collective():
-            self._plan.update(batch_arrays(given))
+            self._plan.update(arrays)
+        bias = arrays.get("key_list_bias")
+        self._biased_pairs = None if bias is None else len(bias)
 
     def forward(
         self,
@@ -409,6 +429,10 @@ class Plan:
                 if name in arrays:
                     gradients[f"d{name}"] = memory.empty(arrays[name].shape, acc, like)
             reports = self._plan.backward({**arrays, **gradients})
+            dlist_bias = None
+            if self._biased_pairs is not None:
+                dlist_bias = np.empty(self._biased_pairs)
+                self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
         sources = {"dbias": inputs.bias, "dsoftmax_aux": inputs.softmax_aux}
         results = {}
         for name, array in gradients.items():
@@ -419,7 +443,7 @@ class Plan:
                 array = memory.converted(name, Tensor(array, acc, like), dtype)
                 array = array if array.shape == source.array.shape else array[0]
             results[name] = memory.given_back(array, dtype, like)
-        return Gradients(**results, reports=reports_of(reports))
+        return Gradients(**results, dlist_bias=dlist_bias, reports=reports_of(reports))
 
     def forward_start(
         self,
@@ -570,6 +594,11 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
             continue
         if name == "attention_mask":
             arrays[name] = _arrays.visible_pairs(name, value)
+        elif name == "key_list_bias":
+            arrays[name] = _key_lists.numbers(name, value)
+        elif name.startswith("key_list"):
+            axes = 3 if name == "key_list_offsets" else 1
+            arrays[name] = _arrays.integers(name, value, "int64", axes)
         elif name.startswith("cum_seqlens"):
             arrays[name] = _arrays.integers(name, value, "int64", 1)
         else:

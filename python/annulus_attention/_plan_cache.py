@@ -193,7 +193,7 @@ def plan_for(
     key, cached, arrays = _take(cache, options, call, tensors, batch, forward_only, of_pass)
     try:
         if arrays is not None:
-            cached.plan.update(**arrays)
+            cached.plan.adapt(arrays)
             cached.batch = {name: array.copy() for name, array in arrays.items()}
         yield cached.plan
     except BaseException as error:

@@ -71,6 +71,8 @@ class Gradients:
         dq, dk, dv: Of query, key and value.
         dbias: Of the bias, or None.
         dsoftmax_aux: Of the sinks, or None.
+        dlist_bias: Of the values of key_lists that were added to the scores, float64 of NumPy, or
+            None.
         reports: Times and bytes of the ranks of this process.
     """
 
@@ -79,6 +81,7 @@ class Gradients:
     dv: Any
     dbias: Any = None
     dsoftmax_aux: Any = None
+    dlist_bias: Any = None
     reports: tuple[Report, ...] = ()
 
 

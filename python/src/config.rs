@@ -11,7 +11,8 @@ use annulus::{
     Attention, Batch, CacheShape, DType, Dims, Division, Error, Layout, Result, Route, Runtime,
     Setup, SinkShape, Strategy,
     backend::{AnyBackend, BackendName},
-    ndarray::{Array2, Ix1, Ix2},
+    mask::KeyLists,
+    ndarray::{Array2, Ix1, Ix2, Ix3},
     planning::{CustomLayout, Machine, Run, Runs},
 };
 use annulus_core::HomeProcess;
@@ -204,9 +205,42 @@ pub(crate) fn batch(given: &Bound<'_, PyDict>) -> Raises<Batch> {
         attention_mask: array(given, "attention_mask")?
             .map(|mask| dense_mask(&mask))
             .transpose()?,
+        key_lists: key_lists(given)?.map(Arc::new),
         cum_seqlens_q: lengths(given, "cum_seqlens_q")?,
         cum_seqlens_k: lengths(given, "cum_seqlens_k")?,
     })
+}
+
+/// Copies key lists: offsets `[batch or 1, groups, queries + 1]`, and indices.
+fn key_lists(given: &Bound<'_, PyDict>) -> Raises<Option<KeyLists>> {
+    let (Some(offsets), Some(indices)) =
+        (array(given, "key_list_offsets")?, array(given, "key_list_indices")?)
+    else {
+        return Ok(None);
+    };
+    let offsets = offsets.view_of::<i64, Ix3>("i8")?;
+    let (batches, groups, _) = offsets.dim();
+    let mut all: Vec<u64> = offsets.iter().take(1).map(|offset| offset.cast_unsigned()).collect();
+    for plane in offsets.rows() {
+        if plane.first().copied() != all.last().copied().map(u64::cast_signed) {
+            let want = "groups whose lists follow each other";
+            return Err(Error::invalid("key_lists", "offsets with gaps", want).into());
+        }
+        all.extend(plane.iter().skip(1).map(|offset| offset.cast_unsigned()));
+    }
+    let keys = indices.view_of::<i64, Ix1>("i8")?;
+    if let Some(at) = keys.iter().position(|&key| u32::try_from(key).is_err()) {
+        let list = all.partition_point(|&offset| offset <= at as u64).saturating_sub(1);
+        let entry = at as u64 - all.get(list).copied().unwrap_or_default();
+        let got = format!("row {list}, entry {entry}: key {}", keys[at]);
+        return Err(Error::invalid("key_lists", got, "keys from 0").into());
+    }
+    let keys = keys.iter().map(|&key| u32::try_from(key).unwrap_or(u32::MAX)).collect();
+    let lists = KeyLists::by_group([batches, groups], all, keys)?;
+    match array(given, "key_list_bias")? {
+        Some(bias) => Ok(Some(lists.with_bias(bias.view::<f64, Ix1>()?.to_vec())?)),
+        None => Ok(Some(lists)),
+    }
 }
 
 /// Copies one number per batch row and row.

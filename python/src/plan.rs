@@ -4,7 +4,7 @@ use std::{num::NonZero, sync::Arc, thread};
 
 use annulus::{
     BackwardViewMut, Batch, DType, Dims, Element, Error, ForwardView, ForwardViewMut, Layout,
-    LocalRing, Report, Result, Setup, Tensors, planning::Runs,
+    LocalRing, Report, Result, Setup, Tensors, ndarray::Ix1, planning::Runs,
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;
@@ -162,6 +162,26 @@ impl Plan {
                 #[cfg(feature = "cuda")]
                 Engine::Device(rank) => rank.run(|plan| plan.update(&batch)),
             })
+        })
+    }
+
+    /// Writes the gradient of the bias of the key lists to `dlist_bias`.
+    fn list_bias_gradient(&self, arrays: &Bound<'_, PyDict>) -> Raises<()> {
+        let into = needed(arrays, "dlist_bias")?;
+        self.session.with(|engine| {
+            let gradient = match engine {
+                Engine::Local(ring) => ring.list_bias_gradient(),
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.list_bias_gradient(),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => None,
+            };
+            // SAFETY: the package passes an array of its own, which nothing else views
+            let mut into = unsafe { into.view_mut::<f64, Ix1>()? };
+            for (into, number) in into.iter_mut().zip(gradient.unwrap_or_default()) {
+                *into = number;
+            }
+            Ok(())
         })
     }
 

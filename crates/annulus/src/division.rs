@@ -393,7 +393,7 @@ impl Division {
     }
 }
 
-/// Returns the batch without its dense mask, which neither a layout nor a strategy depends on.
+/// Returns the batch without its dense mask and key lists, on which no layout or strategy depends.
 fn coordinates(batch: &Batch) -> Batch {
     Batch {
         q_segment_ids: batch.q_segment_ids.clone(),
@@ -401,6 +401,7 @@ fn coordinates(batch: &Batch) -> Batch {
         q_positions: batch.q_positions.clone(),
         kv_positions: batch.kv_positions.clone(),
         attention_mask: None,
+        key_lists: None,
         cum_seqlens_q: batch.cum_seqlens_q.clone(),
         cum_seqlens_k: batch.cum_seqlens_k.clone(),
     }

@@ -32,6 +32,7 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn facts(&self) -> RankFacts<'_>;
     fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
+    fn list_bias_gradient(&self) -> Option<Vec<f64>>;
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     /// Returns the strategy that was given or, of [`Strategy::Auto`], chosen.
@@ -194,6 +195,10 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
         self.ring.schedule()
     }
 
+    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        self.ring.list_bias_gradient()
+    }
+
     fn work(&self) -> (Work, usize) {
         (self.ring.work(), self.facts().ring_index)
     }
@@ -339,6 +344,14 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
                 let buffer_bytes = of.buffer_bytes();
                 RankFigures { buffer_bytes, ..figures_of_ring(of.ring()) }
             }
+        }
+    }
+
+    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        match &self.form {
+            Form::Ring(ring) => ring.list_bias_gradient(),
+            // it has refused the lists
+            Form::HeadsRing(_) => None,
         }
     }
 

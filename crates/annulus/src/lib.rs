@@ -81,7 +81,7 @@ pub use {half, ndarray};
 
 /// Masks of the program's own, and what they are made of.
 pub mod mask {
-    pub use annulus_core::{DenseMask, Fingerprint, KeyIntervals, mask::*};
+    pub use annulus_core::{DenseMask, Fingerprint, KeyIntervals, KeyLists, mask::*};
 }
 
 /// Biases that are computed from positions.

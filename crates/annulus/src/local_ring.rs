@@ -1,13 +1,13 @@
 //! A whole ring in one process: one thread per rank, whole tensors in, whole tensors out.
 
-use std::thread::Scope;
+use std::{sync::Arc, thread::Scope};
 
 use annulus_comm::{
     Cancellation,
     ring::Report,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{Batch, Dims, Element, Error, Result, Runs, index, memory};
+use annulus_core::{Batch, Dims, Element, Error, KeyLists, Result, Runs, index, memory};
 use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
@@ -30,6 +30,8 @@ use crate::{
 pub struct LocalRing {
     dims: Dims,
     pub(crate) ranks: Vec<Plan>,
+    /// Key lists of all queries.
+    key_lists: Option<Arc<KeyLists>>,
     /// Reports of the last pass, one per rank.
     reports: Vec<Report>,
 }
@@ -79,7 +81,7 @@ impl LocalRing {
         }
         setup.runtime = setup.runtime.of_threads();
         let ranks = each_rank(ring, |rank, endpoint| plan(rank, &setup, endpoint))?;
-        Ok(Self { dims, ranks, reports: Vec::new() })
+        Ok(Self { dims, ranks, key_lists: None, reports: Vec::new() })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -129,8 +131,30 @@ impl LocalRing {
                 Ok(batch) => plan.update(&batch),
                 Err(error) => Err(plan.refuse(error)),
             }
-        })
-        .map(|_| ())
+        })?;
+        self.key_lists.clone_from(&batch.key_lists);
+        Ok(())
+    }
+
+    /// Returns the gradient of the bias of the key lists that the last backward pass has computed.
+    ///
+    /// # Shapes
+    /// `[listed pairs]`, in the order of [`KeyLists`]; `None` without a bias.
+    pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        let lists = self.key_lists.as_ref()?;
+        let mut whole = vec![0.0; lists.len()];
+        let [batches, groups, _] = lists.shape();
+        for plan in &self.ranks {
+            let part = plan.list_bias_gradient()?;
+            let mut part = part.iter();
+            for (batch, group) in (0..batches).flat_map(|b| (0..groups).map(move |g| (b, g))) {
+                for row in plan.q_rows().iter() {
+                    let entries = lists.entries(batch, group, index(row.cast_unsigned()));
+                    whole[entries].iter_mut().zip(&mut part).for_each(|(into, &of)| *into = of);
+                }
+            }
+        }
+        Some(whole)
     }
 
     /// Computes out and lse.

@@ -453,6 +453,18 @@ impl<S: Space> Plan<S> {
         self.engine.backward(inputs, gradients)
     }
 
+    /// Returns the gradient of the bias of this rank's key lists that the last backward pass has
+    /// computed.
+    ///
+    /// # Shapes
+    /// `[listed pairs]`, in the order of [`KeyLists`](crate::mask::KeyLists); `None` without a bias.
+    ///
+    /// # Ordering
+    /// Local.
+    pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        self.engine.list_bias_gradient()
+    }
+
     /// Returns the global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
         self.engine.facts().q_rows

@@ -50,6 +50,13 @@ mod forward {
     pub(crate) mod tiles;
 }
 
+mod gather {
+    pub(crate) mod backward;
+    pub(crate) mod block;
+    pub(crate) mod forward;
+    pub(crate) mod rows;
+}
+
 mod tangents;
 
 mod workspace {

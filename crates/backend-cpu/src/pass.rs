@@ -1,15 +1,18 @@
 //! The passes: each call is dispatched to the typed function of its folder.
 
 use annulus_core::{
-    BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
-    HostBuffer, HostView, HostViewMut, Inputs, LeafSums, Outputs, RangePairs, RankShard, Reduction,
-    Result, RowSet, TangentInputs, TangentOutputs, TangentPass, Tick,
+    BackwardInputs, BackwardMode, BackwardPass, Block, DType, Element, Error, ForwardPass,
+    Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, KeyLists, LeafSums, Outputs,
+    RangePairs, RankShard, Reduction, Result, RowSet, TangentInputs, TangentOutputs, TangentPass,
+    Tick,
 };
 use half::{bf16, f16};
 
 use crate::{
     backward::{self, calls},
     forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
+    gather,
+    simd::dispatch::Real,
     tangents,
     threads::team::Team,
     tile::input::{Acc, TileInput},
@@ -59,6 +62,11 @@ fn local_kv(
     by_dtype!(workspace => records::pack(inputs, into, sent))
 }
 
+/// As [`gather::block::check`], of the workspace with accumulators of type `A`.
+fn check_lists<A: Real>(state: &PassState<A>, lists: &KeyLists) -> Result<()> {
+    gather::block::check::<A>(&state.shard, lists)
+}
+
 impl annulus_core::Workspace for CpuWorkspace {
     type Space = Host;
     type Forward<'p> = CpuForward<'p>;
@@ -72,6 +80,17 @@ impl annulus_core::Workspace for CpuWorkspace {
             }
         });
         Ok(())
+    }
+
+    fn check_lists(&self, lists: &KeyLists) -> Result<()> {
+        by_sums!(&self.state, state => check_lists(state, lists))
+    }
+
+    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        by_sums!(&self.state, state => {
+            let has_bias = state.shard.key_lists.as_ref()?.bias().is_some() && state.backward;
+            has_bias.then(|| state.list_bias_gradient.iter().map(|sum| sum.to_f64()).collect())
+        })
     }
 
     fn bytes(&self) -> u64 {
@@ -232,6 +251,9 @@ fn attend<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
+    if gather::forward::attend::<E>(team, state, inputs, block, &mut *tick)? {
+        return Ok(false);
+    }
     if outputs.is_none() && state.decode.is_none() {
         // more blocks may follow
         state.keep_queries()?;

@@ -346,6 +346,7 @@ mod tests {
         let visibility = Visibility {
             mask: &causal,
             attention_mask: None,
+            key_lists: None,
             queries: &queries_of,
             keys: &keys_of,
         };

@@ -144,6 +144,7 @@ pub(crate) mod tests {
             queries: Arc::clone(&rows),
             keys: Arc::clone(&rows),
             attention_mask: None,
+            key_lists: None,
             leaves: None,
             most_block_rows: len as u64,
             most_query_rows: len as u64,

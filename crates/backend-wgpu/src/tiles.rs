@@ -55,6 +55,7 @@ impl RankKernels {
             TileKernel::Keys { from_records: true } => Visibility {
                 mask: spec.mask.as_ref(),
                 attention_mask: None,
+                key_lists: None,
                 queries: block_rows,
                 keys: &shard.keys,
             },

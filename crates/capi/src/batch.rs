@@ -64,6 +64,7 @@ impl annulus_batch {
                 q_positions: rows("q_positions", self.q_positions, ANNULUS_I64, |at| at)?,
                 kv_positions: rows("kv_positions", self.kv_positions, ANNULUS_I64, |at| at)?,
                 attention_mask: mask(self.attention_mask)?,
+                key_lists: None,
                 cum_seqlens_q: numbers("cum_seqlens_q", self.cum_seqlens_q)?,
                 cum_seqlens_k: numbers("cum_seqlens_k", self.cum_seqlens_k)?,
             })

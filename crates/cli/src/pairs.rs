@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Batch, DenseMask, Result, RowSet, Rows, Shard, Side, Spec, Visibility};
+use annulus_core::{
+    Batch, DenseMask, ListedKeys, ListedPairs, Result, RowSet, Rows, Shard, Side, Spec, Visibility,
+};
 use annulus_plan::{Layout, RingShards, Work};
 
 /// Counts the visible pairs of the whole problem under its mask and the ids of the batch, all heads
@@ -16,8 +18,13 @@ pub(crate) fn visible(spec: &Spec, batch: &Batch) -> f64 {
 /// Counts the visible pairs of `queries` under a dense mask too, all heads and batch rows. Takes
 /// O(queries · keys) for each batch row and head that differs.
 pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys: &Rows) -> f64 {
-    let visibility =
-        Visibility { mask: spec.mask.as_ref(), attention_mask: Some(dense), queries, keys };
+    let visibility = Visibility {
+        mask: spec.mask.as_ref(),
+        attention_mask: Some(dense),
+        key_lists: None,
+        queries,
+        keys,
+    };
     if queries.is_empty() || keys.is_empty() {
         // empty `Rows` have no definite number of batch rows
         return 0.0;
@@ -38,6 +45,23 @@ pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys
         .map(|(batch, head)| of_head(batch, head))
         .sum();
     counted * (spec.dims.batch / batches * (spec.dims.q_heads / heads)) as f64
+}
+
+/// Counts the visible pairs of `queries` with key lists, all heads and batch rows.
+pub(crate) fn visible_in_lists(
+    batch: &Batch,
+    spec: &Spec,
+    queries: &Rows,
+    keys: &Rows,
+) -> Result<f64> {
+    let q_heads = spec.dims.q_heads;
+    let key_lists = batch.key_lists.as_deref().map(|lists| ListedKeys { lists, q_heads });
+    let attention_mask = batch.attention_mask.as_ref();
+    let visibility =
+        Visibility { mask: spec.mask.as_ref(), attention_mask, key_lists, queries, keys };
+    let mut pairs = ListedPairs::default();
+    pairs.refill(&visibility, spec.dims.batch)?;
+    Ok(pairs.count_all(spec.dims.batch) as f64)
 }
 
 /// Shard that holds all rows of one side.
@@ -87,6 +111,7 @@ mod tests {
                 let visibility = Visibility {
                     mask: spec.mask.as_ref(),
                     attention_mask,
+                    key_lists: None,
                     queries: &queries,
                     keys: &keys,
                 };

@@ -18,8 +18,9 @@
 use std::ops::Range;
 
 use crate::{
-    BackwardInputs, BackwardMode, Block, DType, Error, Gradients, Inputs, LeafSums, Outputs,
-    RankShard, Result, RowSet, Space, Spec, TangentInputs, TangentOutputs, Tick, View, ViewMut,
+    BackwardInputs, BackwardMode, Block, DType, Error, Gradients, Inputs, KeyLists, LeafSums,
+    Outputs, RankShard, Result, RowSet, Space, Spec, TangentInputs, TangentOutputs, Tick, View,
+    ViewMut,
 };
 
 /// Properties of a backend for one [`Spec`], which ranks compare when a plan is made.
@@ -186,6 +187,23 @@ pub trait Workspace: Send + 'static {
     ///
     /// If another rank then rejects the batch, the ring calls this again with the old one.
     fn update(&mut self, shard: &RankShard) -> Result<()>;
+
+    /// Refuses key lists that the workspace cannot compute. Default: those with a bias.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    fn check_lists(&self, lists: &KeyLists) -> Result<()> {
+        match lists.bias() {
+            Some(_) => Err(Error::unsupported("key_list_bias", "this backend: use cpu")),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the gradient of the bias of the key lists that the last backward pass has computed,
+    /// one number for each listed pair. Default: none.
+    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        None
+    }
 
     /// Returns the bytes of memory that it keeps between passes, on the device or the host. Later
     /// passes of the same kind add nothing.

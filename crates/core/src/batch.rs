@@ -1,9 +1,11 @@
-//! Inputs of a batch that restrict the mask: segment ids, positions, a dense mask and packed
-//! sequence lengths.
+//! Inputs of a batch that restrict the mask: segment ids, positions, a dense mask, key lists and
+//! packed sequence lengths.
+
+use std::sync::Arc;
 
 use ndarray::Array2;
 
-use crate::{DenseMask, Dims, Error, Result, Runs, Side, memory, run::for_each_run};
+use crate::{DenseMask, Dims, Error, KeyLists, Result, Runs, Side, memory, run::for_each_run};
 
 /// Inputs of a batch that restrict the mask, in addition to the spec's.
 ///
@@ -22,6 +24,8 @@ pub struct Batch {
     pub kv_positions: Option<Array2<i64>>,
     /// Dense mask, `[b|1, q_heads|1, q rows, kv_len]`. The last axis is global.
     pub attention_mask: Option<DenseMask>,
+    /// Keys that each query attends to, at most: `[b|1, groups, q rows]` lists of global key rows.
+    pub key_lists: Option<Arc<KeyLists>>,
     /// First query row of each packed sequence and the end of the last, `[sequences + 1]`,
     /// ascending from 0. The packing is that of every batch row; rows after the last sequence are
     /// padding. A list of one side alone is used for both sides, which requires equal lengths.
@@ -116,6 +120,9 @@ impl Batch {
         if let Some(mask) = &self.attention_mask {
             mask.validate("attention_mask", dims, q_rows)?;
         }
+        if let Some(lists) = &self.key_lists {
+            lists.validate(dims, q_rows)?;
+        }
         self.validate_cum_seqlens(dims)
     }
 
@@ -201,11 +208,16 @@ impl Batch {
                 .as_ref()
                 .map(|mask| mask.select_queries(q_rows))
                 .transpose()?,
+            key_lists: self
+                .key_lists
+                .as_ref()
+                .map(|lists| lists.select_queries(q_rows).map(Arc::new))
+                .transpose()?,
             ..self.select_coordinates(q_rows, kv_rows)?
         })
     }
 
-    /// As [`Batch::select`], without the dense mask.
+    /// As [`Batch::select`], without the dense mask and the key lists.
     pub fn select_coordinates(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
         fn select_rows<T: Copy + bytemuck::Zeroable>(
             name: &str,
@@ -230,6 +242,7 @@ impl Batch {
             q_positions: select_rows("q_positions", &self.q_positions, q_rows)?,
             kv_positions: select_rows("kv_positions", &self.kv_positions, kv_rows)?,
             attention_mask: None,
+            key_lists: None,
             cum_seqlens_q: lens("cum_seqlens_q", &self.cum_seqlens_q)?,
             cum_seqlens_k: lens("cum_seqlens_k", &self.cum_seqlens_k)?,
         })
@@ -286,6 +299,7 @@ mod tests {
             q_positions: Some(Array2::from_elem((2, 3), i64::MAX / 4)),
             kv_positions: Some(Array2::from_elem((2, 4), -(i64::MAX / 4))),
             attention_mask: Some(DenseMask::from_fn([1, 4, 3, 8], |_| true)),
+            key_lists: KeyLists::new(vec![0, 1, 2, 2], vec![7, 0]).ok().map(Arc::new),
             cum_seqlens_q: Some(vec![0, 0, 3, 3, 8]),
             cum_seqlens_k: Some(vec![0, 1, 1, 5, 7]),
         };

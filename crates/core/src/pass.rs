@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::{DenseMask, Error, RankLeaves, Result, RowLayout, Rows, Space, Spec, Visibility};
+use crate::{
+    DenseMask, Error, KeyLists, ListedKeys, RankLeaves, Result, RowLayout, Rows, Space, Spec,
+    Visibility,
+};
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
@@ -15,6 +18,8 @@ pub struct RankShard {
     pub keys: Arc<Rows>,
     /// Dense mask `[b|1, heads|1, local q_len, global kv_len]`.
     pub attention_mask: Option<Arc<DenseMask>>,
+    /// Key lists `[b|1, groups, local q_len]` of global key rows.
+    pub key_lists: Option<Arc<KeyLists>>,
     /// Maximum rows of a KV block, this rank's own included.
     pub most_block_rows: u64,
     /// Maximum rows of a query block, this rank's own included (two-pass backward).
@@ -37,11 +42,13 @@ impl RankShard {
         }
     }
 
-    /// Returns the complete mask between `queries` and `keys`. The rows of a dense mask are this
-    /// rank's, so that with one `queries` must be this rank's.
+    /// Returns the complete mask between `queries` and `keys`. The rows of a dense mask and of key
+    /// lists are this rank's, so that with one `queries` must be this rank's.
     pub fn visibility<'a>(&'a self, queries: &'a Rows, keys: &'a Rows) -> Visibility<'a> {
         let attention_mask = self.attention_mask.as_deref();
-        Visibility { mask: self.spec.mask.as_ref(), attention_mask, queries, keys }
+        let q_heads = self.spec.dims.q_heads;
+        let key_lists = self.key_lists.as_deref().map(|lists| ListedKeys { lists, q_heads });
+        Visibility { mask: self.spec.mask.as_ref(), attention_mask, key_lists, queries, keys }
     }
 }
 

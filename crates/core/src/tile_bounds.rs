@@ -237,8 +237,8 @@ impl TileTree {
         visibility: &Visibility<'_>,
         tile: &'s QueryTile,
     ) -> impl Iterator<Item = TileRange> + 's {
-        // with a dense mask, bounds never prove that a tile is full
-        let without_dense = visibility.attention_mask.is_none();
+        // with a dense mask or key lists, bounds never prove that a tile is full
+        let only_intervals = visibility.has_only_intervals();
         let mut at = 0;
         std::iter::from_fn(move || {
             while at < self.tiles {
@@ -251,7 +251,7 @@ impl TileTree {
                     let end = self.tiles.min(((at >> shift) + 1) << shift);
                     let bounds = &self.levels[level][at >> shift];
                     let may_be_visible = tile.bounds.may_attend_to(bounds);
-                    let is_full = may_be_visible && without_dense && tile.attends_to_all(bounds);
+                    let is_full = may_be_visible && only_intervals && tile.attends_to_all(bounds);
                     if may_be_visible && !is_full && level > 0 {
                         level -= 1;
                         continue;

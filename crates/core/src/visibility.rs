@@ -1,7 +1,7 @@
 //! Visible pairs between the queries of one rank and the keys of one block, tile by tile.
 //!
-//! [`Visibility::pair`] is the definition: the conjunction of the spec's mask, the segment ids and
-//! the batch's dense mask. All other functions give the same result for whole tiles at less cost:
+//! [`Visibility::pair`] is the definition: the conjunction of the spec's mask, the segment ids,
+//! the batch's dense mask and its key lists. All other functions give the same result for whole tiles at less cost:
 //!
 //! ```text
 //! once per query tile    intervals of each row, their cover (bounds) and intersection (common)
@@ -15,7 +15,7 @@
 use std::ops::Range;
 
 use crate::{
-    DenseMask, KeyIntervals, Mask, QueryTile, Rows, TileBits, TileClass,
+    DenseMask, KeyIntervals, ListedKeys, Mask, QueryTile, Rows, TileBits, TileClass,
     mask::{Key, Query},
     row_bounds::{GROUP, StridedRun},
 };
@@ -27,6 +27,8 @@ pub struct Visibility<'a> {
     pub mask: &'a dyn Mask,
     /// Dense mask of the batch, `[b|1, heads|1, local q_len, global kv_len]`.
     pub attention_mask: Option<&'a DenseMask>,
+    /// Key lists of the batch.
+    pub key_lists: Option<ListedKeys<'a>>,
     /// Query rows of this rank.
     pub queries: &'a Rows,
     /// Key rows of the block.
@@ -43,20 +45,31 @@ impl Visibility<'_> {
             _ => true,
         };
         let in_dense = |mask: &DenseMask| mask.visible(batch, head, q, crate::index(key.row));
-        same_segment && self.mask.visible(&query, &key) && self.attention_mask.is_none_or(in_dense)
+        same_segment
+            && self.mask.visible(&query, &key)
+            && self.attention_mask.is_none_or(in_dense)
+            && self.key_lists.is_none_or(|listed| listed.contains(batch, head, q, key.row))
     }
 
     /// Returns true if the mask may differ between heads. Otherwise results for one head hold for
     /// all.
     pub fn per_head(&self) -> bool {
-        self.mask.per_head() || self.attention_mask.is_some_and(|mask| mask.shape()[1] > 1)
+        let listed = self.key_lists.is_some_and(|listed| listed.lists.shape()[1] > 1);
+        self.mask.per_head()
+            || listed
+            || self.attention_mask.is_some_and(|mask| mask.shape()[1] > 1)
     }
 
     /// Returns true if the mask may differ between batch rows. Otherwise results for one batch row
     /// hold for all.
     pub fn per_batch(&self) -> bool {
         let dense = self.attention_mask.is_some_and(|mask| mask.shape()[0] > 1);
-        self.mask.per_batch() || dense || self.queries.per_batch() || self.keys.per_batch()
+        let listed = self.key_lists.is_some_and(|listed| listed.lists.shape()[0] > 1);
+        self.mask.per_batch()
+            || dense
+            || listed
+            || self.queries.per_batch()
+            || self.keys.per_batch()
     }
 
     /// Computes the key intervals of the queries `rows`. They hold for every KV block of the same
@@ -95,7 +108,7 @@ impl Visibility<'_> {
         if !tile.bounds.may_attend_to(&key_bounds) {
             return TileClass::Empty;
         }
-        if self.attention_mask.is_none() && tile.attends_to_all(&key_bounds) {
+        if self.has_only_intervals() && tile.attends_to_all(&key_bounds) {
             return TileClass::Full;
         }
         // between the first and the last key of a patch of a grid lie many that are not in it
@@ -108,11 +121,14 @@ impl Visibility<'_> {
         }
         bits.reset(tile.rows.len(), keys.len());
         self.set_interval_bits(tile, keys.clone(), bits);
-        if self.attention_mask.is_some() || tile.has_bound() {
+        if !self.has_only_intervals() || tile.has_bound() {
             for (row, q) in tile.rows.clone().enumerate() {
                 let line = bits.line_mut(row);
                 if let Some(mask) = self.attention_mask {
                     self.retain_dense(mask.line(tile.batch, tile.head, q), &keys, line);
+                }
+                if let Some(listed) = self.key_lists {
+                    self.retain_listed(listed.keys(tile.batch, tile.head, q), &keys, line);
                 }
                 if tile.is_bound(row) {
                     let query = self.query(tile.batch, tile.head, q);
@@ -196,6 +212,34 @@ impl Visibility<'_> {
                     set_run_bits(tile, rows, &part, &run, bits);
                 }
             }
+        }
+    }
+
+    /// Returns true if neither a dense mask nor key lists restrict the intervals, so that bounds
+    /// can prove that a tile is full.
+    pub(crate) const fn has_only_intervals(&self) -> bool {
+        self.attention_mask.is_none() && self.key_lists.is_none()
+    }
+
+    /// Clears the bits of `line` for keys that are not in `list`.
+    fn retain_listed(&self, list: &[u32], keys: &Range<usize>, line: &mut [u64]) {
+        let rows = &self.keys.rows()[keys.clone()];
+        if !self.keys.are_consecutive(keys.clone()) {
+            let contains =
+                |row| u32::try_from(row).is_ok_and(|row| list.binary_search(&row).is_ok());
+            return retain(line, |key| contains(rows[key]));
+        }
+        let first = rows[0];
+        let start = list.partition_point(|&key| u64::from(key) < first);
+        let mut listed = list[start..].iter().map(|&key| crate::index(u64::from(key) - first));
+        let mut next = listed.next();
+        for (index, word) in line.iter_mut().enumerate() {
+            let mut bits = 0;
+            while let Some(key) = next.filter(|key| key / 64 == index) {
+                bits |= 1 << (key % 64);
+                next = listed.next();
+            }
+            *word &= bits;
         }
     }
 

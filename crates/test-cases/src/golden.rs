@@ -337,6 +337,7 @@ impl File<'_> {
             q_positions: pairs("q_positions")?,
             kv_positions: pairs("kv_positions")?,
             attention_mask: mask.map(|mask| DenseMask::from_integers(mask.view())),
+            key_lists: None,
             cum_seqlens_q: lens("cum_seqlens_q")?,
             cum_seqlens_k: lens("cum_seqlens_k")?,
         })

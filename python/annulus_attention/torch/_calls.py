@@ -81,6 +81,7 @@ def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
 
     With ``draws_seed`` every rank has drawn a seed of dropout, and that of rank 0 counts.
     """
+    given = _calls.with_lists(given)
     if given.get("comm") is not None:
         return _attend_over_ranks(given, draws_seed=draws_seed)
     return _calls.chosen(given, _ops.apply(*_prepare(given)))
@@ -118,7 +119,7 @@ def _prepare(given: Arguments) -> tuple[Any, ...]:
         options = _constant(options)
     text = _spelled(given["query"].dtype, **options)
     has_gradient = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
+        tensor is not None and tensor.requires_grad for tensor in (*tensors, *batch)
     )
     if given["return_max_sum"] and (has_gradient or _ops.hides_gradients()):
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")

@@ -35,13 +35,17 @@ _INPUTS = ", ".join(
         "Tensor? dropout_seed, str options, bool forward_only",
     )
 )
+_TENSORS = 5 + len(BATCH)
+"""Tensors of a call and its batch, which the seed, the options and forward_only follow."""
+_LIST_BIAS = 5 + BATCH.index("key_list_bias")
+"""Index of the only tensor of a batch that has a gradient."""
 _STATISTICS = "Tensor lse, Tensor max, Tensor sum, Tensor ties, Tensor out_residual"
 
 
 def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]:
     """Returns call, key of its options, tensors, batch and forward_only of an operator's inputs."""
-    tensors, batch = given[:5], dict(zip(BATCH, given[5:12], strict=True))
-    dropout_seed, options, forward_only = given[12:]
+    tensors, batch = given[:5], dict(zip(BATCH, given[5:_TENSORS], strict=True))
+    dropout_seed, options, forward_only = given[_TENSORS:]
     seed = None
     if dropout_seed is not None:
         if dropout_seed.dtype.is_floating_point or dropout_seed.numel() != 1:
@@ -65,7 +69,7 @@ def attend(*given: Any) -> Any:
         forward = pass_forward(plan, tensors)
     ties = forward.lse.new_empty(0) if forward.ties is None else forward.ties
     residual = forward.out.new_empty(0)
-    if forward.out_residual is not None and _keeps_residual(tensors[0], given[13], forward_only):
+    if forward.out_residual is not None and _keeps_residual(tensors[0], given[_TENSORS + 1], forward_only):
         residual = forward.out_residual
     return forward.out, forward.lse, forward.max, forward.sum, ties, residual
 
@@ -79,7 +83,7 @@ def _keeps_residual(query: Any, options: str, forward_only: bool) -> bool:
 @attend.register_fake
 def _(*given: Any) -> Any:
     query, key, value, bias, softmax_aux = given[:5]
-    options, forward_only = given[13:]
+    options, forward_only = given[_TENSORS + 1 :]
     shapes = Shapes.of(query, key, value, bias, softmax_aux)
     batch, q_len, q_heads, _ = shapes.query
     acc = getattr(torch, accumulator(shapes.dtype))
@@ -100,9 +104,9 @@ def _(*given: Any) -> Any:
 )
 def attend_backward(*given: Any) -> Any:
     """Computes a backward pass."""
-    call, options, tensors, batch, forward_only = _read(given[:15])
+    call, options, tensors, batch, forward_only = _read(given[: _TENSORS + 3])
     query, key, value, bias, softmax_aux = tensors
-    out, lse, max, sum, ties, residual, dout, dlse = given[15:]
+    out, lse, max, sum, ties, residual, dout, dlse = given[_TENSORS + 3 :]
     forward = Forward(
         out,
         lse,
@@ -124,7 +128,10 @@ def attend_backward(*given: Any) -> Any:
             bias=bias,
             softmax_aux=softmax_aux,
         )
-    all = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux)
+    all = [gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux]
+    if gradients.dlist_bias is not None:
+        of_bias = given[_LIST_BIAS]
+        all.append(torch.from_numpy(gradients.dlist_bias).to(of_bias.dtype))
     return [gradient for gradient in all if gradient is not None]
 
 
@@ -132,7 +139,7 @@ def attend_backward(*given: Any) -> Any:
 def _(*given: Any) -> Any:
     return [
         torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in given[:5]
+        for tensor in (*given[:5], given[_LIST_BIAS])
         if tensor is not None
     ]
 
@@ -198,10 +205,14 @@ def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
     """Returns the gradients of the inputs of ``annulus::attend``."""
     # unpacked once: activation checkpointing frees what it has recomputed
     saved = ctx.saved_tensors
-    tensors, results = saved[:13], saved[13:]
+    tensors, results = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
     gradients = iter(compute(*tensors, ctx.options, False, *results, dout, dlse))
-    of_tensors = [None if tensor is None else next(gradients) for tensor in tensors[:5]]
-    return *of_tensors, *(None for _ in tensors[5:]), None, None
+    with_gradient = (*range(5), _LIST_BIAS)
+    of_inputs: list[Any] = [None] * (len(tensors) + 2)
+    for index in with_gradient:
+        if tensors[index] is not None:
+            of_inputs[index] = next(gradients)
+    return tuple(of_inputs)
 
 
 def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:

@@ -3,7 +3,7 @@
 //!
 //! See `workspace/statistics.rs` for their definitions.
 
-use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result};
+use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result, memory};
 use ndarray::ArrayView4;
 
 use crate::{
@@ -37,11 +37,17 @@ pub(crate) fn begin<E: TileInput>(
     state.query_tiles.begin();
     state.key_leaves.next = 0;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let PassState { list_bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
     });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
+    list_bias_gradient.clear();
+    if let Some(lists) = shard.key_lists.as_deref().filter(|lists| lists.bias().is_some()) {
+        memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
+        list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
+    }
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,

@@ -14,6 +14,7 @@ use crate::{
         reduction::{GroupGradients, KvSplit},
     },
     forward::query_pass::keys_and_values,
+    gather,
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
@@ -167,7 +168,7 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     }
     let attention_mask =
         if mask_was_sent { Some(&*received_mask) } else { shard.attention_mask.as_deref() };
-    let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+    let visibility = Visibility { attention_mask, ..shard.visibility(queries, keys) };
     let bias = match bias_was_sent {
         Some(bias) => Some(bias),
         None => inputs.bias.map(|bias| array("bias", bias)).transpose()?,
@@ -207,6 +208,9 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
     if shard.attention_mask.is_some() && !has_mask {
         return Err(Error::unsupported("attention_mask", by));
     }
+    if shard.key_lists.is_some() {
+        return Err(Error::unsupported("key_lists", by));
+    }
     match shard.spec.bias {
         Some([_, _, queries, _]) if queries != 1 && !has_bias => {
             Err(Error::unsupported("bias that differs between queries", by))
@@ -225,6 +229,9 @@ pub(crate) fn backward_fused<E: TileInput>(
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
+    if gather::backward::backward::<E>(team, state, inputs, block, partial_grad, &mut *tick)? {
+        return Ok(());
+    }
     if state.shard.leaves.is_some() {
         if !fuses_leaves(state, team.threads(), block.rows) {
             state.dq_layout = DqLayout::Strips;

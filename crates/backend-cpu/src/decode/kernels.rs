@@ -111,7 +111,7 @@ impl<'s, E: TileInput> HeadVectors<'s, E> {
 }
 
 /// Vectors of equal length that are read in lockstep.
-trait LockstepChunks<'s, E>: Sized {
+pub(crate) trait LockstepChunks<'s, E>: Sized {
     /// Iterates over full parts of `width` elements, without the remainder. One counter serves all
     /// vectors.
     fn whole_vectors(self, width: usize) -> impl Iterator<Item = Self>;
@@ -221,7 +221,13 @@ impl<E: TileInput> QkDots<'_, '_, E> {
 /// Computes q·k except for the reduction across lanes, for one block. q is padded with zeros to
 /// whole vectors. The products of a packed row begin `lanes` vectors after those of the one before.
 #[inline(always)]
-fn dots<'s, E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+pub(crate) fn dots<
+    's,
+    E: TileInput,
+    V: Vector<E::Accumulator>,
+    const ROWS: usize,
+    const PACKED: usize,
+>(
     keys: [&'s [E]; ROWS],
     q: &[E::Accumulator],
     into: &mut [E::Accumulator],
@@ -263,7 +269,7 @@ fn add_products<E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, cons
 /// Reduces as many vectors as one has lanes, each to one lane: a transposition, then pairwise
 /// vector sums.
 #[inline(always)]
-fn totals<A: Real, V: Vector<A>>(vectors: &[A]) -> V {
+pub(crate) fn totals<A: Real, V: Vector<A>>(vectors: &[A]) -> V {
     let mut sums = [V::splat(A::ZERO); MAX_LANES];
     for (sum, [vector]) in sums.iter_mut().zip(V::strip::<1>(vectors)) {
         *sum = V::load(vector);
@@ -367,7 +373,13 @@ impl<E: TileInput> PvSums<'_, '_, E> {
 /// Computes out += prob·value for the packed rows of a block that attend to the values. out is
 /// padded to whole vectors; the probabilities of a packed row are contiguous.
 #[inline(always)]
-fn add_values<'s, E: TileInput, V: Vector<E::Accumulator>, const ROWS: usize, const PACKED: usize>(
+pub(crate) fn add_values<
+    's,
+    E: TileInput,
+    V: Vector<E::Accumulator>,
+    const ROWS: usize,
+    const PACKED: usize,
+>(
     out: &mut [E::Accumulator],
     (probs, width): (&[E::Accumulator], usize),
     values: [&'s [E]; ROWS],

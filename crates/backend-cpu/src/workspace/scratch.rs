@@ -5,6 +5,7 @@ use std::ops::Range;
 use annulus_core::{QueryTile, Result, Spec, TileBits};
 
 use crate::{
+    gather::block::GatherScratch,
     simd::dispatch::Real,
     tile::{
         aligned::{Aligned, list_bytes},
@@ -71,6 +72,8 @@ pub(crate) struct ThreadScratch<A> {
     /// Scratch of split-KV decode.
     pub(crate) decode: DecodeScratch<A>,
     pub(crate) prefetcher: Prefetcher,
+    /// Scratch of passes that gather rows.
+    pub(crate) gather: GatherScratch<A>,
     /// Queries that `task_tile`, `last_keys` and `mask_cache` describe.
     pub(crate) task_queries: Option<TaskQueries>,
     /// True for strips that are packed already.
@@ -148,6 +151,7 @@ impl<A: Real> ThreadScratch<A> {
             statistics: [statistic()?, statistic()?, statistic()?, statistic()?],
             decode: DecodeScratch::new(geometry, decode_queries)?,
             prefetcher: Prefetcher::default(),
+            gather: GatherScratch::default(),
             task_queries: None,
             filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
             summed: vec![false; k_lanes.div_ceil(strip).max(geometry.key_block() / A::WIDTH)],
@@ -173,6 +177,7 @@ impl<A: Real> ThreadScratch<A> {
         arrays.chain(lanes).chain(sums).map(Aligned::bytes).sum::<usize>()
             + panels.map(Panel::bytes).iter().sum::<usize>()
             + self.decode.bytes()
+            + self.gather.bytes()
             + self.ds_tile.bytes()
             + list_bytes(&self.filled)
             + list_bytes(&self.summed)

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex};
 use annulus_core::{DType, DenseMask, QueryTile, RankShard, Result, Rows, memory};
 
 use crate::{
+    gather::block::ListedBlock,
     simd::{
         dispatch::{IsaToken, Real},
         isa::Isa,
@@ -164,6 +165,10 @@ pub(crate) struct PassState<A> {
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
     pub(crate) received_mask: DenseMask,
+    /// Pairs of key lists in the block that is computed on.
+    pub(crate) listed: ListedBlock,
+    /// Gradient of the bias of the key lists, one number for each listed pair.
+    pub(crate) list_bias_gradient: Vec<A>,
     /// State of second derivatives, made by the first pass of that kind.
     pub(crate) tangents: Option<Box<TangentState<A>>>,
 }
@@ -347,6 +352,8 @@ impl<A: Real> PassState<A> {
             arrivals: LeafArrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),
+            listed: ListedBlock::default(),
+            list_bias_gradient: Vec::new(),
             tangents: None,
         };
         state.index_blocks();
@@ -441,6 +448,8 @@ impl<A: Real> PassState<A> {
             + self.arrivals.bytes()
             + self.key_leaves.bytes()
             + self.received_mask.bytes()
+            + self.listed.bytes()
+            + list_bytes(&self.list_bias_gradient)
             + self.tangents.as_ref().map_or(0, |tangents| tangents.bytes())
     }
 

@@ -109,8 +109,8 @@ impl AttendRun<'_> {
             none if none == Batch::default() => Ok(()),
             batch => rank.plan.update(&batch).map_err(|error| self.input.named(error)),
         })?;
-        // with a dense mask `read` has counted them
-        if !self.input.has("attention_mask") {
+        // with a dense mask or key lists `read` has counted them
+        if !["attention_mask", "key_list_offsets"].iter().any(|name| self.input.has(name)) {
             count_pairs(&mut ranks);
         }
         // printed only now: a refused input prints nothing but its error
@@ -183,14 +183,19 @@ impl AttendRun<'_> {
         let share = self.input.share(self.sinks, plan.q_rows(), plan.kv_rows())?;
         log.span("read", 0, begin);
         let mut pairs = 0.0;
-        if let Some(dense) = &batch.attention_mask {
+        if batch.attention_mask.is_some() || batch.key_lists.is_some() {
             let keys = pairs::whole(spec, Side::Kv, &self.input.coordinates()?);
             let Spec { dims, alignment, .. } = spec;
             let index = plan.ring_index();
             let queries =
                 plan.layout().local_shard(dims, *alignment, Side::Q, index, ranks, &batch);
             let [queries, keys] = [&queries, &keys].map(pairs::rows);
-            pairs = pairs::visible_under(dense, spec, &queries?, &keys?);
+            pairs = match &batch.attention_mask {
+                Some(dense) if batch.key_lists.is_none() => {
+                    pairs::visible_under(dense, spec, &queries?, &keys?)
+                }
+                _ => pairs::visible_in_lists(&batch, spec, &queries?, &keys?)?,
+            };
         }
         Ok(AttendRank { plan, log, batch, share, pairs, reports: Vec::new() })
     }

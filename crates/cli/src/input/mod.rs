@@ -1,9 +1,14 @@
 //! Input file of an attention: its tensors, the lengths that they determine, and one rank's rows.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use annulus::Tensors as Borrowed;
-use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
+use annulus_core::{
+    Batch, DType, DenseMask, Dims, Element, Error, KeyLists, Result, Runs, SinkShape,
+};
 use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
 use safetensors::tensor::TensorInfo;
 
@@ -25,7 +30,7 @@ enum Kind {
 /// Input tensors: name, element types, and the lengths of the axes by letter: b batch, q and k
 /// rows, h query heads, g KV heads, d head dim, v value dim. Without letters the shape has a check
 /// of its own.
-const TENSORS: [(&str, Kind, &str); 14] = [
+const TENSORS: [(&str, Kind, &str); 17] = [
     ("query", Kind::Floats, "bqhd"),
     ("key", Kind::Floats, "bkgd"),
     ("value", Kind::Floats, "bkgv"),
@@ -40,6 +45,9 @@ const TENSORS: [(&str, Kind, &str); 14] = [
     ("softmax_aux", Kind::Floats, ""),
     ("q_positions", Kind::Integers, "bq"),
     ("kv_positions", Kind::Integers, "bk"),
+    ("key_list_offsets", Kind::Integers, ""),
+    ("key_list_indices", Kind::Integers, ""),
+    ("key_list_bias", Kind::Floats, ""),
 ];
 /// Names of output tensors, which the file of a case has too.
 const OUTPUT_NAMES: [&str; 9] =
@@ -190,6 +198,12 @@ impl Input {
                 ("cum_seqlens_q" | "cum_seqlens_k", shape) if shape.len() != 1 => {
                     return wrong("[sequences + 1]".to_owned());
                 }
+                ("key_list_offsets", shape) if shape.len() != 1 => {
+                    return wrong("[lists + 1]".to_owned());
+                }
+                ("key_list_indices" | "key_list_bias", shape) if shape.len() != 1 => {
+                    return wrong("[listed pairs]".to_owned());
+                }
                 _ => {}
             }
         }
@@ -198,7 +212,8 @@ impl Input {
 
     /// Returns the first tensor that a KV cache has no place for.
     pub(crate) fn not_cached(&self) -> Option<&'static str> {
-        let is_cached = |kind, name| kind == Kind::Floats && name != "bias";
+        let is_cached =
+            |kind, name| kind == Kind::Floats && !["bias", "key_list_bias"].contains(&name);
         let mut all = TENSORS.into_iter().filter(|&(name, kind, _)| !is_cached(kind, name));
         all.find(|(name, ..)| self.has(name)).map(|(name, ..)| name)
     }
@@ -318,13 +333,14 @@ impl Input {
         })
     }
 
-    /// Reads one rank's rows of the dense mask, ids and positions.
+    /// Reads one rank's rows of the dense mask, key lists, ids and positions.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the tensor, [`Error::Io`], [`Error::OutOfMemory`].
     pub(crate) fn batch(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
         Ok(Batch {
             attention_mask: self.attention_mask(q_rows)?,
+            key_lists: self.key_lists(q_rows)?,
             ..self.coordinates_of(q_rows, kv_rows)?
         })
     }
@@ -347,6 +363,7 @@ impl Input {
             q_positions: self.positions("q_positions", q_rows)?,
             kv_positions: self.positions("kv_positions", kv_rows)?,
             attention_mask: None,
+            key_lists: None,
             cum_seqlens_q: sequences("cum_seqlens_q")?,
             cum_seqlens_k: sequences("cum_seqlens_k")?,
         })
@@ -405,6 +422,37 @@ impl Input {
         let shape = (self.dims.batch, annulus_core::index(rows.len()));
         Array2::from_shape_vec(shape, values)
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
+    }
+
+    /// Reads the key lists of these query rows: of all queries, or of as many for each group of
+    /// query heads.
+    fn key_lists(&self, q_rows: &Runs) -> Result<Option<Arc<KeyLists>>> {
+        let tensors = ["key_list_offsets", "key_list_indices", "key_list_bias"];
+        let Some(name) = tensors.into_iter().find(|name| self.has(name)) else { return Ok(None) };
+        if let Some(missing) = tensors[..2].iter().find(|name| !self.has(name)) {
+            return Err(Error::invalid(*missing, "nothing", format!("one, since {name} is given")));
+        }
+        let all = |name: &str| {
+            let len = self.tensors.get(name).map_or(0, |entry| entry.shape[0]);
+            Runs::counting(0, len as u64)
+        };
+        let offsets = self.tensors.integers(tensors[0], 0, &all(tensors[0]))?;
+        let negative = |number: &i64| Error::invalid(tensors[0], number, "numbers from 0");
+        let offsets = offsets.iter().map(|of| u64::try_from(*of).map_err(|_| negative(of)));
+        let offsets = offsets.collect::<Result<Vec<u64>>>()?;
+        let keys = self.tensors.integers(tensors[1], 0, &all(tensors[1]))?;
+        let outside = |key: &i64| Error::invalid(tensors[1], key, "rows of key");
+        let keys = keys.iter().map(|key| u32::try_from(*key).map_err(|_| outside(key)));
+        let keys = keys.collect::<Result<Vec<u32>>>()?;
+        let groups = (offsets.len().saturating_sub(1) / self.dims.q_len.max(1)).max(1);
+        let mut lists = KeyLists::by_group([1, groups], offsets, keys)?;
+        if self.has(tensors[2]) {
+            lists =
+                lists.with_bias(self.tensors.floats::<f64>(tensors[2], 0, &all(tensors[2]))?)?;
+        }
+        lists.validate(&self.dims, self.dims.q_len)?;
+        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
+        Ok(Some(Arc::new(lists.select_queries(&rows)?)))
     }
 
     /// Reads the dense mask of these query rows, which is kept as bits.

@@ -146,6 +146,34 @@ fn flags_change_the_result_as_the_oracle_does() {
 }
 
 #[test]
+fn key_lists_are_the_equal_dense_mask() {
+    let folder = Folder::new("attend_lists");
+    folder.succeed(MAKE);
+    let file = Tensors::read(&folder.path("in.safetensors"));
+    let want = expected(&file, &Attention::new());
+    let [mut offsets, mut indices] = [vec![0], Vec::new()];
+    for row in file.all["attention_mask"].2.chunks_exact(DIMS.kv_len) {
+        indices.extend((0..).zip(row).filter(|(_, visible)| **visible != 0).map(|(key, _)| key));
+        offsets.push(indices.len() as i64);
+    }
+    let listed = file.without("attention_mask");
+    let listed = listed.i64("key_list_offsets", &[offsets.len()], &offsets);
+    let pairs = [indices.len()];
+    let listed = listed.i64("key_list_indices", &pairs, &indices);
+    listed.write(&folder.path("lists.safetensors"));
+    let attend = "attend --input lists.safetensors --output out.safetensors --sinks per-head \
+                  --backward --dtype f64";
+    for ranks in [1, 3] {
+        folder.succeed(&format!("{attend} --ranks {ranks}"));
+        same(&Tensors::read(&folder.path("out.safetensors")), &want, 1e-12);
+    }
+    indices.reverse();
+    let unsorted = listed.i64("key_list_indices", &pairs, &indices);
+    unsorted.write(&folder.path("lists.safetensors"));
+    folder.run(attend).failed(1, &["key_lists", "row 0, entry 1"]);
+}
+
+#[test]
 fn element_types_are_converted_on_reading() {
     let folder = Folder::new("attend_types");
     folder.succeed(MAKE);

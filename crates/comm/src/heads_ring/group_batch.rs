@@ -40,6 +40,7 @@ impl GroupBatch {
             q_positions: positions(&own.q_positions, Side::Q)?,
             kv_positions: positions(&own.kv_positions, Side::Kv)?,
             attention_mask: mask_shape.map(|_| DenseMask::default()),
+            key_lists: None,
             cum_seqlens_q: own.cum_seqlens_q.clone(),
             cum_seqlens_k: own.cum_seqlens_k.clone(),
         };

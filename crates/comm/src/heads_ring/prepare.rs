@@ -190,6 +190,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 
     /// Checks this rank's part of a batch.
     fn check_batch(&self, batch: &Batch) -> Result<()> {
+        if batch.key_lists.is_some() {
+            return Err(Error::unsupported(
+                "key_lists",
+                format!("strategy {}", self.grid.strategy()),
+            ));
+        }
         let q_rows = index(self.q_rows.len());
         let kv_rows = index(self.kv_rows.len());
         self.spec.validate_batch(batch, q_rows, kv_rows)?;

@@ -105,6 +105,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             queries: Arc::new(Rows::counting(1, 0)?),
             keys: Arc::default(),
             attention_mask: None,
+            key_lists: None,
             most_block_rows: pages.count(),
             most_query_rows: 1,
             leaves: Some(Arc::new(leaves)),

@@ -57,6 +57,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             queries,
             keys: Arc::default(),
             attention_mask: None,
+            key_lists: None,
             most_block_rows: self.segments.segment_rows(),
             leaves: None,
         }

@@ -229,6 +229,7 @@ fn page_shard(
         queries: Arc::clone(queries),
         keys: Arc::default(),
         attention_mask: None,
+        key_lists: None,
         most_block_rows: pages.rows,
         most_query_rows: queries.len() as u64,
         leaves: Some(Arc::new(leaves)),

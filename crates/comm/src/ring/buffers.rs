@@ -65,7 +65,7 @@ impl BufferSizes {
         let Agreed { spec, backward, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        let pace = GroupPace::new(agreed);
+        let pace = GroupPace::new(agreed, plan);
         let steps = &plan.program.steps;
         let of_blocks = |program: &RankProgram| {
             block_sizes(program.local_bytes(), &program.steps, program.record_bytes, pace)

@@ -207,13 +207,17 @@ fn sends_bare_queries(spec: &Spec, ranks: usize) -> bool {
 
 /// As [`two_pass`], of a batch.
 pub(crate) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
-    if sends_bare_queries(spec, ranks) && batch.attention_mask.is_some() {
-        return Err(Error::unsupported(
-            "attention_mask in a two-pass backward over several ranks",
-            "the ring",
-        ));
+    let given = [
+        ("attention_mask", batch.attention_mask.is_some()),
+        ("key_lists", batch.key_lists.is_some()),
+    ];
+    match given.into_iter().find(|(_, is_given)| *is_given && sends_bare_queries(spec, ranks)) {
+        Some((name, _)) => {
+            let what = format!("{name} in a two-pass backward over several ranks");
+            Err(Error::unsupported(what, "the ring"))
+        }
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Refuses a reproducible attention that the backend does not compute.
@@ -385,7 +389,11 @@ pub(crate) fn describe_batch(batch: &Batch) -> Descriptor {
     let d = debug(d, "cum_seqlens_q", &batch.cum_seqlens_q);
     let d = debug(d, "cum_seqlens_k", &batch.cum_seqlens_k);
     let shape = batch.attention_mask.as_ref().map(DenseMask::shape);
-    debug(d, "attention_mask", &shape.map(|[batch, heads, _, keys]| [batch, heads, keys]))
+    let d = debug(d, "attention_mask", &shape.map(|[batch, heads, _, keys]| [batch, heads, keys]));
+    let lists = batch.key_lists.as_ref();
+    let shape = lists.map(|lists| lists.shape()).map(|[batch, groups, _]| [batch, groups]);
+    let d = debug(d, "key_lists", &shape);
+    d.field("key_list_bias given", u64::from(lists.is_some_and(|lists| lists.bias().is_some())))
 }
 
 /// Describes a call of a pass.

@@ -24,6 +24,7 @@ mod buffers;
 pub(crate) mod check;
 pub(crate) mod in_flight;
 mod leaf_owners;
+mod listed;
 mod one_pass;
 pub(crate) mod overlap;
 mod plan;
@@ -43,7 +44,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Order, Outputs, RankShard, Result,
-    Runs, Space, Spec, Transport, View, ViewMut,
+    Runs, Space, Spec, Transport, View, ViewMut, Workspace,
 };
 use annulus_plan::{Layout, Machine, Route, Schedule, Work};
 
@@ -286,9 +287,9 @@ impl<B: Backend> Ring<B> {
         &self.agreed.layout
     }
 
-    /// Returns the route of the blocks.
+    /// Returns the route of the blocks: of a batch with key lists the direct one.
     pub const fn route(&self) -> Route {
-        self.agreed.route
+        self.plan.route
     }
 
     /// Returns the rank of each ring index. Layout, schedule and work count ring indices, messages
@@ -342,19 +343,25 @@ impl<B: Backend> Ring<B> {
         *backward && check::has_residual(spec.dtype) && no_out_residual.is_none()
     }
 
+    /// Returns the gradient of the bias of this rank's key lists that the last backward pass has
+    /// computed, one number for each listed pair; `None` without such a bias.
+    pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        self.workspace.list_bias_gradient()
+    }
+
     /// Returns the memory that the backend keeps between passes.
     pub const fn workspace(&self) -> &B::Workspace {
         &self.workspace
     }
 
     /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
-    /// steps.
+    /// steps. With key lists no rank knows the messages between two others, and they are left out.
     pub fn schedule(&self) -> Schedule {
-        plan::kv_schedule(&self.agreed, &self.plan.shards)
+        plan::kv_schedule(&self.agreed, &self.plan)
     }
 
     /// Counts the visible (query, key) pairs of every ring index, by the spec's mask and the
-    /// batch's segment ids and positions.
+    /// batch's segment ids and positions: not by a dense mask or key lists.
     pub fn work(&self) -> Work {
         let spec = &self.agreed.spec;
         Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &self.plan.shards)

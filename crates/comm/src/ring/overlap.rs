@@ -320,7 +320,7 @@ mod tests {
                 second_derivatives: false,
                 no_out_residual: None,
             };
-            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());
+            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, None, &mut || ());
             let plan = plan.unwrap();
             (plan.program.head_rows, plan.keys.len() as u64)
         };

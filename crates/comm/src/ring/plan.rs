@@ -4,10 +4,10 @@
 use std::{sync::Arc, time::Instant};
 
 use annulus_core::{
-    AgreedLengths, Backend, BackwardMode, DenseMask, Error, LeafMerges, Order, RankLeaves,
-    RankShard, Result, RowLayout, RowSet, Rows, Shard, Space, Spec, leaves_of,
+    AgreedLengths, Backend, BackwardMode, DenseMask, Error, KeyLists, LeafMerges, Order,
+    RankLeaves, RankShard, Result, RowLayout, RowSet, Rows, Shard, Space, Spec, leaves_of,
 };
-use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule};
+use annulus_plan::{Layout, NeedsIndex, RankNeeds, RankSchedule, RingShards, Route, Schedule};
 
 use super::{
     Ring,
@@ -26,6 +26,8 @@ pub(super) struct Agreed {
     pub(super) spec: Arc<Spec>,
     pub(super) layout: Layout,
     pub(super) route: Route,
+    /// The route that was asked for.
+    pub(super) given_route: Option<Route>,
     /// Rank of each ring index.
     pub(super) order: Order,
     /// Rows at multiples of which blocks are split.
@@ -51,6 +53,10 @@ pub(super) struct Agreed {
 
 /// The plan of a batch.
 pub(super) struct RingPlan {
+    /// Route of the blocks: that of the plan or, with key lists, the direct one.
+    pub(super) route: Route,
+    /// Rows that key lists need.
+    listed: Option<RankNeeds>,
     /// Shards of all ranks, by ring index.
     pub(super) shards: RingShards,
     /// Steps of keys and values, and of their gradients.
@@ -96,13 +102,14 @@ impl RingPlan {
     }
 
     /// Derives the plan of the rank at `ring_index` for a batch whose dense mask has the shape
-    /// `attention_mask`. Calls `tick` after every few microseconds of
+    /// `attention_mask`, and whose key lists need the rows `listed`. Calls `tick` after every few microseconds of
     /// work, or after the caller's mask has been evaluated some times.
     pub(super) fn derive<S: Space>(
         agreed: &Agreed,
         ring_index: usize,
         shards: RingShards,
         attention_mask: Option<[usize; 4]>,
+        listed: Option<RankNeeds>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
         let Agreed { spec, order, split, backward, .. } = agreed;
@@ -118,13 +125,20 @@ impl RingPlan {
         };
         let queries = rows(&shards.q[ring_index])?;
         let keys = rows(&shards.kv[ring_index])?;
-        let needs = kv_needs(spec, &shards, tick);
         let gradients = gradients_travel(agreed);
-        let schedule = RankSchedule::derive(&needs, agreed.route, gradients, ring_index, tick);
-        // in debug builds only, because no input can violate it
-        if cfg!(debug_assertions) && needs.ranks() <= MOST_CHECKED_RANKS {
-            check_schedule(&needs, gradients, ring_index, &schedule)?;
-        }
+        let schedule = match &listed {
+            Some(needs) => RankSchedule::of_needs(needs, gradients),
+            None => {
+                let needs = kv_needs(spec, &shards, tick);
+                let route = agreed.route;
+                let schedule = RankSchedule::derive(&needs, route, gradients, ring_index, tick);
+                // in debug builds only, because no input can violate it
+                if cfg!(debug_assertions) && needs.ranks() <= MOST_CHECKED_RANKS {
+                    check_schedule(&needs, gradients, ring_index, &schedule)?;
+                }
+                schedule
+            }
+        };
         let head_rows = if S::HAS_PARTS {
             let shard = (&*queries, &*keys);
             overlap::head_rows(spec, &schedule, shard, split.of_tiles())
@@ -141,7 +155,6 @@ impl RingPlan {
             let block = spec.tangent_row_layout().bytes();
             RankProgram::new(&schedule, order, head_rows, RecordSizes { block, ..sizes })
         });
-        drop(needs);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
             query_steps(agreed, ring_index, &shards, &query_row, tick)
         } else {
@@ -168,6 +181,8 @@ impl RingPlan {
             kv_leaves: owners(matches!(spec.bias, Some([_, _, 1, 1])), &shards.kv)?,
             leaves: leaves.transpose()?.map(Arc::new),
             lengths: None,
+            route: schedule.route,
+            listed,
             most_received: most(&program.steps),
             most_queries_received: most(&query_steps),
             shards,
@@ -195,12 +210,17 @@ impl RingPlan {
     }
 
     /// Returns the input of this rank's backend.
-    pub(super) fn rank_shard(&self, attention_mask: Option<Arc<DenseMask>>) -> RankShard {
+    pub(super) fn rank_shard(
+        &self,
+        attention_mask: Option<Arc<DenseMask>>,
+        key_lists: Option<Arc<KeyLists>>,
+    ) -> RankShard {
         RankShard {
             spec: Arc::clone(&self.spec),
             queries: Arc::clone(&self.queries),
             keys: Arc::clone(&self.keys),
             attention_mask,
+            key_lists,
             most_block_rows: self.most_received.max(self.keys.len() as u64),
             most_query_rows: self.most_queries_received.max(self.queries.len() as u64),
             leaves: self.leaves.clone(),
@@ -246,9 +266,12 @@ impl<B: Backend> Ring<B> {
 
 /// Derives the schedule of keys and values of all ranks: of forward, of a one-pass backward with
 /// gradients, and of the first pass of a two-pass backward.
-pub(super) fn kv_schedule(agreed: &Agreed, shards: &RingShards) -> Schedule {
-    let needs = kv_needs(&agreed.spec, shards, &mut || ()).to_needs();
-    Schedule::build(&needs, agreed.route, gradients_travel(agreed))
+pub(super) fn kv_schedule(agreed: &Agreed, plan: &RingPlan) -> Schedule {
+    let needs = match &plan.listed {
+        Some(needs) => needs.to_needs(),
+        None => kv_needs(&agreed.spec, &plan.shards, &mut || ()).to_needs(),
+    };
+    Schedule::build(&needs, plan.route, gradients_travel(agreed))
 }
 
 /// Derives the steps in which queries circulate, the second pass of a two-pass backward.
@@ -354,9 +377,9 @@ pub(super) struct GroupPace {
 
 impl GroupPace {
     /// Returns the pace of a pass whose only messages are blocks.
-    pub(super) fn new(agreed: &Agreed) -> Self {
+    pub(super) fn new(agreed: &Agreed, plan: &RingPlan) -> Self {
         let &Agreed { receive_ahead: ahead, groups_in_order: whole_groups, .. } = agreed;
-        let keeps_local = agreed.route.keeps_local(agreed.order.ranks().len());
+        let keeps_local = plan.route.keeps_local(agreed.order.ranks().len());
         Self { ahead, whole_groups, keeps_local }
     }
 

@@ -23,14 +23,14 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, MessageBalance, Order, Passes,
-    Placement, RankShard, Result, Side, Space, Spec, Transport, Workspace, memory,
+    Placement, RankShard, Result, RowSet, Side, Space, Spec, Transport, Workspace, memory,
 };
 use annulus_plan::{Choice, RingShards, Route, Strategy};
 
 use super::{
     Ring, RingOptions,
     buffers::RingBuffers,
-    check,
+    check, listed,
     overlap::SplitSize,
     plan::{self, Agreed, RingPlan},
     reduce::{self, slices_of_pass},
@@ -166,6 +166,7 @@ impl<B: Backend> PlannedRing<B> {
             spec: Arc::new(spec),
             layout,
             route: route.unwrap_or(Route::RelayUp),
+            given_route: options.route,
             order,
             split: SplitSize {
                 kv_tile: combined.kv_tile.max(1),
@@ -207,8 +208,8 @@ impl<B: Backend> PlannedRing<B> {
         let spec = &agreed.spec;
         let shards = RingShards::plain(&spec.dims, spec.alignment, &agreed.layout, ranks);
         let ring_index = agreed.order.ring_index(rank);
-        let plan = RingPlan::derive::<B::Space>(&agreed, ring_index, shards, None, tick)?;
-        let shard = plan.rank_shard(None);
+        let plan = RingPlan::derive::<B::Space>(&agreed, ring_index, shards, None, None, tick)?;
+        let shard = plan.rank_shard(None, None);
         let passes = if agreed.backward { Passes::Both } else { Passes::Forward };
         let workspace = backend.workspace(&shard, passes)?;
         let buffers = RingBuffers::allocate(backend, &agreed, &plan)?;
@@ -260,6 +261,10 @@ impl<B: Backend> Ring<B> {
         spec.validate_batch(batch, self.shard.queries.len(), self.shard.keys.len())?;
         layout.validate_batch(batch, &spec.dims, self.ring_index, self.ranks)?;
         check::two_pass_mask(spec, batch, self.ranks)?;
+        listed::check(&self.agreed, batch, self.ranks)?;
+        if let Some(lists) = &batch.key_lists {
+            self.workspace.check_lists(lists)?;
+        }
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }
 
@@ -280,10 +285,30 @@ impl<B: Backend> Ring<B> {
         // from here to the closing status no rank may return: the others would wait for it
         let gathered = all_gather(self.transport.as_mut(), round, &message);
         let gathered = gathered.map_err(agreement::mid_call)?;
+        let shards = decode(&self.agreed, &gathered);
+        let (shards, listed) = match &batch.key_lists {
+            Some(_) => {
+                let needed = shards.and_then(|shards| {
+                    let Agreed { spec, .. } = &self.agreed;
+                    let needed = listed::needed_rows(spec, batch, &shards, self.ring_index)?;
+                    Ok((shards, needed))
+                });
+                let rows = needed
+                    .as_ref()
+                    .map_or_else(|_| vec![RowSet::new(); self.ranks], |(_, needed)| needed.clone());
+                let held = self.shard.keys.len() as u64;
+                let listed = self.exchange_needs(held, rows).map_err(agreement::mid_call)?;
+                (needed.map(|(shards, _)| shards), Some(listed))
+            }
+            None => (shards, None),
+        };
         let mut ticks = PlanningTicks::new(self.transport.as_mut());
         let mut tick = || ticks.tick();
         let mask = batch.attention_mask.as_ref().map(DenseMask::shape);
-        let plan = derive::<B::Space>(&self.agreed, self.ring_index, &gathered, mask, &mut tick);
+        let plan = shards.and_then(|shards| {
+            let ring_index = self.ring_index;
+            RingPlan::derive::<B::Space>(&self.agreed, ring_index, shards, mask, listed, &mut tick)
+        });
         let staged = ticks.finish(plan).and_then(|plan| self.stage(batch, plan));
         // the workspace comes last, because it is the only part that is changed in place
         let touched = staged.is_ok();
@@ -316,7 +341,7 @@ impl<B: Backend> Ring<B> {
     /// in force.
     fn stage(&self, batch: &Batch, plan: RingPlan) -> Result<StagedBatch<B::Space>> {
         let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;
-        let shard = plan.rank_shard(mask.map(Arc::new));
+        let shard = plan.rank_shard(mask.map(Arc::new), batch.key_lists.clone());
         let buffers = if self.buffers.fit(&self.agreed, &plan) {
             None
         } else {
@@ -355,16 +380,9 @@ impl<B: Backend> Ring<B> {
     }
 }
 
-/// Derives the plan of the rank at `ring_index` from the encoded shards of all ranks.
-fn derive<S: Space>(
-    agreed: &Agreed,
-    ring_index: usize,
-    gathered: &[Vec<u8>],
-    attention_mask: Option<[usize; 4]>,
-    tick: &mut dyn FnMut(),
-) -> Result<RingPlan> {
+/// Decodes the shards of all ranks.
+fn decode(agreed: &Agreed, gathered: &[Vec<u8>]) -> Result<RingShards> {
     let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
     memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
-    let shards = plan::decode_shards(gathered, &agreed.order)?;
-    RingPlan::derive::<S>(agreed, ring_index, shards, attention_mask, tick)
+    plan::decode_shards(gathered, &agreed.order)
 }

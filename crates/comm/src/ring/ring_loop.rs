@@ -80,7 +80,7 @@ impl<B: Backend> Ring<B> {
         in_flight.check()?;
 
         let steps = &plan.program.steps;
-        let pace = GroupPace::new(agreed);
+        let pace = GroupPace::new(agreed, plan);
         let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
         let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;
@@ -137,7 +137,7 @@ impl<B: Backend> Ring<B> {
             program: &plan.program,
             shards: &plan.shards.kv,
             ring_index: *ring_index,
-            pace: GroupPace::new(agreed).with_gradients(),
+            pace: GroupPace::new(agreed, plan).with_gradients(),
             blocks: &mut buffers.blocks,
             gradients: &mut buffers.gradients,
             rows: &mut buffers.rows,
@@ -169,7 +169,7 @@ impl<B: Backend> Ring<B> {
             })?;
         in_flight.check()?;
         let steps = &plan.program.steps;
-        let pace = GroupPace::new(agreed);
+        let pace = GroupPace::new(agreed, plan);
         let pack = |kv: &mut _| pass.local_kv(kv, &plan.program.sent);
         let blocks = Blocks::new(steps, |step| &step.kv_in_parts, pace, &mut buffers.blocks, pack)?;
         let shards = &plan.shards.kv;

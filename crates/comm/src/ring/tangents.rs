@@ -140,7 +140,7 @@ impl<B: Backend> Ring<B> {
         let mut pass = workspace
             .tangents(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
         in_flight.check()?;
-        let pace = GroupPace::new(agreed);
+        let pace = GroupPace::new(agreed, plan);
         let stock = &mut buffers.tangent_blocks;
         let pack = |kv: &mut _| pass.local_kv(kv);
         let blocks = Blocks::new(&program.steps, |step| &step.kv_in_parts, pace, stock, pack)?;

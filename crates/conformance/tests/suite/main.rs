@@ -5,6 +5,7 @@ mod bad_input;
 mod cpu;
 mod facade;
 mod grid;
+mod key_lists;
 mod mock;
 mod neighborhood;
 mod out_residual;

@@ -6,9 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    DenseMask, Rows,
+    DenseMask, ListedKeys, Rows,
     mask::{Causal, Everything, Mask, Predicate, SharedMask, Window, and},
-    visibility::tests::{BATCH, HEADS, problems, rows_at, visibility},
+    visibility::tests::{BATCH, HEADS, lists, problems, rows_at, visibility},
 };
 
 /// Expands a list to one (tile of the other side, bitmask) per tile. Checks that the list is in
@@ -141,10 +141,13 @@ proptest! {
             Just(BitmaskPolicy::Always)
         ],
         part in prop::option::of((0usize..100, 0usize..100, 0usize..BATCH, 0usize..HEADS)),
+        listed in prop::option::of(any::<u64>()),
     ) {
+        let lists = listed.map(|seed| lists(&queries, &keys, seed));
         let visibility = Visibility {
             mask: &*mask,
             attention_mask: dense.as_ref(),
+            key_lists: lists.as_ref().map(|lists| ListedKeys { lists, q_heads: HEADS }),
             queries: &queries,
             keys: &keys,
         };

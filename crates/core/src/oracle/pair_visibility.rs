@@ -1,7 +1,7 @@
 //! Visibility of every pair, from positions and ids of single rows of the [`Batch`].
 
 use crate::{
-    Alignment, Batch, Spec,
+    Alignment, Batch, ListedKeys, Spec,
     mask::{Key, Query},
 };
 
@@ -89,7 +89,7 @@ impl<'a> PairVisibility<'a> {
     }
 
     /// Returns true if query row `i` attends to key row `j` by the mask, the segment ids, the
-    /// packed sequences and the dense mask together. Returns false for rows that do not exist. A
+    /// packed sequences, the dense mask and the key lists together. Returns false for rows that do not exist. A
     /// bias of −∞, which also masks a pair, is not considered.
     pub fn visible(&self, batch: usize, head: usize, i: usize, j: usize) -> bool {
         let (Some(query), Some(key)) = (self.query(batch, head, i), self.key(batch, j)) else {
@@ -103,7 +103,11 @@ impl<'a> PairVisibility<'a> {
         let by_sequence = of_query.sequence == of_key.sequence && of_query.sequence != Some(None);
         let by_dense =
             self.batch.attention_mask.as_ref().is_none_or(|mask| mask.visible(batch, head, i, j));
-        by_mask && by_segment && by_sequence && by_dense
+        let by_list = self.batch.key_lists.as_deref().is_none_or(|lists| {
+            let listed = ListedKeys { lists, q_heads: self.spec.dims.q_heads };
+            listed.keys(batch, head, i).iter().any(|&key| key as usize == j)
+        });
+        by_mask && by_segment && by_sequence && by_dense && by_list
     }
 }
 

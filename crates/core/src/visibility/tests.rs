@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Alignment, Batch, Dims, RowSet, Runs, Shard, Side, TileBoundsTable,
+    Alignment, Batch, Dims, KeyLists, ListedPairs, RowSet, Runs, Shard, Side, TileBoundsTable,
+    TransposedPairs,
     mask::{Causal, Dense, Everything, Predicate, SharedMask, Window, and, tests::any_mask},
 };
 
@@ -87,7 +88,23 @@ pub(crate) fn visibility<'a>(
     queries: &'a Rows,
     keys: &'a Rows,
 ) -> Visibility<'a> {
-    Visibility { mask, attention_mask: None, queries, keys }
+    Visibility { mask, attention_mask: None, key_lists: None, queries, keys }
+}
+
+/// Key lists of these queries with some of these keys, by head.
+pub(crate) fn lists(queries: &Rows, keys: &Rows, seed: u64) -> KeyLists {
+    let mut sorted: Vec<u32> = keys.rows().iter().map(|&row| row as u32).collect();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let mut offsets = vec![0];
+    let mut listed = Vec::new();
+    for list in 0..(HEADS * queries.len()) as u64 {
+        let is_listed =
+            |key: &u32| (list ^ seed).wrapping_mul(2 * u64::from(*key) + 7) >> 5 & 3 != 0;
+        listed.extend(sorted.iter().copied().filter(is_listed));
+        offsets.push(listed.len() as u64);
+    }
+    KeyLists::by_group([1, HEADS], offsets, listed).unwrap()
 }
 
 pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
@@ -204,6 +221,40 @@ fn checked(
     Ok(counts)
 }
 
+/// Compares the pairs of key lists, by query and by key, with the definition.
+fn check_listed_pairs(visibility: &Visibility<'_>) -> Result<(), TestCaseError> {
+    let Visibility { queries, keys, .. } = visibility;
+    let mut pairs = ListedPairs::default();
+    pairs.refill(visibility, BATCH).unwrap();
+    let mut transposed = TransposedPairs::default();
+    transposed.refill(&pairs, keys.len()).unwrap();
+    let mut tiles = std::collections::BTreeSet::new();
+    let mut all = 0;
+    for (b, h) in (0..BATCH).flat_map(|b| (0..HEADS).map(move |h| (b, h))) {
+        for q in 0..queries.len() {
+            let mut got = pairs.all_keys()[pairs.pairs(pairs.list(b, h, q))].to_vec();
+            got.sort_unstable();
+            let visible = |k: &usize| visibility.pair(b, h, q, *k);
+            let want: Vec<u32> = (0..keys.len()).filter(visible).map(|k| k as u32).collect();
+            all += want.len() as u64;
+            tiles.extend(want.iter().map(|k| (pairs.list(b, h, q) / queries.len(), q / 8, k / 8)));
+            prop_assert_eq!(got, want);
+        }
+        for k in 0..keys.len() {
+            let of_key = transposed.pairs(b, h, k);
+            let visible = |q: &usize| visibility.pair(b, h, *q, k);
+            let want: Vec<u32> = (0..queries.len()).filter(visible).map(|q| q as u32).collect();
+            prop_assert_eq!(&transposed.all_queries()[of_key.clone()], want);
+            for pair in transposed.numbers(of_key) {
+                prop_assert_eq!(pairs.all_keys()[*pair as usize], k as u32);
+            }
+        }
+    }
+    prop_assert_eq!(pairs.count_all(BATCH), all);
+    prop_assert_eq!(pairs.count_tiles(8, keys.len()).unwrap(), tiles.len() as u64);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
@@ -212,14 +263,20 @@ proptest! {
         (mask, (queries, keys), dense) in problems(),
         height in prop_oneof![Just(64usize), 1usize..100],
         width in prop_oneof![Just(64usize), Just(128), 1usize..200],
+        listed in prop::option::of(any::<u64>()),
     ) {
+        let lists = listed.map(|seed| lists(&queries, &keys, seed));
         let visibility = Visibility {
             mask: &*mask,
             attention_mask: dense.as_ref(),
+            key_lists: lists.as_ref().map(|lists| ListedKeys { lists, q_heads: HEADS }),
             queries: &queries,
             keys: &keys,
         };
         checked(&visibility, height, width)?;
+        if lists.is_some() {
+            check_listed_pairs(&visibility)?;
+        }
     }
 
     /// Shards of a packed batch as in a plan; the block of keys has all rows or some.

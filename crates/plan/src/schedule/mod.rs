@@ -59,6 +59,7 @@ mod check;
 mod choice;
 mod document_deal;
 mod document_ends;
+mod listed;
 mod query_work;
 mod rank_schedule;
 mod ring_traffic;
@@ -73,6 +74,7 @@ mod work;
 
 pub(crate) use balanced::BALANCED;
 pub use choice::Choice;
+pub use listed::RankNeeds;
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;

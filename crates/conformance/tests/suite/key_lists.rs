@@ -1,0 +1,303 @@
+//! Key lists: random ones with every other condition of the mask, selected keys by head group,
+//! blocks, and a mesh, on several ranks, against the oracle under the equal dense mask. Rows that
+//! are sent are exactly those that are needed. Bad lists change nothing.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use annulus::{Attention, Division, LocalRing, Setup, Tensors};
+use annulus_conformance::{Answer, Case, Draw, Facade, Judge, Masks, Setting, Subject, suite};
+use annulus_core::{
+    BackwardMode, Batch, DType, DenseMask, Dims, Error, KeyLists, ListedKeys, Spec,
+};
+use annulus_plan::{Layout, Route, Strategy};
+use ndarray::Array4;
+
+/// Lists of `[batches, groups]` and the queries of `dims`, from the keys of each.
+fn lists(
+    [batches, groups]: [usize; 2],
+    dims: &Dims,
+    mut keys: impl FnMut([usize; 3]) -> Vec<usize>,
+) -> Arc<KeyLists> {
+    let mut offsets = vec![0];
+    let mut all = Vec::new();
+    for b in 0..batches {
+        for g in 0..groups {
+            for q in 0..dims.q_len {
+                let sorted: BTreeSet<usize> = keys([b, g, q]).into_iter().collect();
+                all.extend(sorted.into_iter().map(|key| u32::try_from(key).unwrap()));
+                offsets.push(all.len() as u64);
+            }
+        }
+    }
+    Arc::new(KeyLists::by_group([batches, groups], offsets, all).unwrap())
+}
+
+/// The case with a dense mask in the place of its lists, which the oracle computes.
+fn dense_twin(case: &Case) -> Case {
+    let mut twin = case.clone();
+    let lists = twin.batch.key_lists.take().unwrap();
+    let Dims { batch, q_heads, q_len, kv_len, .. } = case.spec.dims;
+    let listed = ListedKeys { lists: &lists, q_heads };
+    let dense = case.batch.attention_mask.as_ref();
+    twin.batch.attention_mask =
+        Some(DenseMask::from_fn([batch, q_heads, q_len, kv_len], |[b, h, q, k]| {
+            listed.contains(b, h, q, k as u64) && dense.is_none_or(|mask| mask.visible(b, h, q, k))
+        }));
+    twin
+}
+
+fn holds(case: &Case, settings: &[Setting]) {
+    let judge = Judge::new(&dense_twin(case)).unwrap();
+    for setting in settings {
+        let answer = suite::run(&Facade, case, setting).unwrap();
+        if let Err(wrong) = judge.check(&answer) {
+            panic!("{} on {setting}: {wrong}", case.name);
+        }
+    }
+}
+
+#[test]
+fn random_lists_hold_with_every_other_condition() {
+    for seed in 0..120 {
+        let draw = &mut Draw::new(seed ^ 0x5eed);
+        let mut case = Case::random(seed).in_dtype(draw.pick(Facade.dtypes()));
+        let dims = case.spec.dims;
+        let groups = draw.pick(&[1, dims.kv_heads, dims.q_heads]);
+        let batches = draw.pick(&[1, dims.batch]);
+        let share = draw.pick(&[1, 2, 5]);
+        case.batch.key_lists = Some(lists([batches, groups], &dims, |_| {
+            (0..dims.kv_len).filter(|_| draw.once_in(share)).collect()
+        }));
+        let ranks = draw.pick(&[1, 2, 3, 5, 8]);
+        let mut setting = suite::random_setting(&case, ranks, draw);
+        setting.route = None;
+        if ranks > 1 {
+            case.spec.backward = BackwardMode::OnePass;
+        }
+        case.name = format!("lists of [{batches}, {groups}] with {}", case.name);
+        holds(&case, &[setting]);
+    }
+}
+
+/// Every kind of list of the design, on sizes of several tiles.
+#[test]
+fn selected_keys_blocks_and_meshes_hold_on_several_ranks() {
+    let dims = Dims {
+        batch: 1,
+        q_len: 200,
+        kv_len: 200,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 20,
+        value_dim: 12,
+    };
+    let draw = &mut Draw::new(3);
+    let mut selected = Draw::new(5);
+    let [rows, columns] = [10, 20];
+    let mesh = |q: usize| {
+        let [y, x] = [q / columns, q % columns];
+        let near = (0..9).map(move |at| [y + at / 3, x + at % 3]);
+        near.filter(move |[y, x]| (1..=rows).contains(y) && (1..=columns).contains(x))
+            .map(move |[y, x]| (y - 1) * columns + x - 1)
+            .collect()
+    };
+    let kinds: [(&str, Masks, Arc<KeyLists>); 4] = [
+        (
+            "scattered",
+            Masks::default(),
+            lists([1, 1], &dims, |_| (0..9).map(|_| selected.below(200)).collect()),
+        ),
+        (
+            "top-k by group",
+            Masks { causal: true, ..Masks::default() },
+            lists([1, 2], &dims, |[_, g, q]| {
+                (0..12).map(|at| (at * 37 + q * (g + 2)) % (q + 1)).collect()
+            }),
+        ),
+        (
+            "selected blocks",
+            Masks { causal: true, ..Masks::default() },
+            lists([1, 2], &dims, |[_, g, q]| {
+                let blocks = [0, q / 16, (q / 16) * (g + 3) % 7];
+                blocks.into_iter().flat_map(|block| block * 16..200.min(block * 16 + 16)).collect()
+            }),
+        ),
+        ("mesh", Masks::default(), lists([1, 1], &dims, |[_, _, q]| mesh(q))),
+    ];
+    for (number, (name, masks, key_lists)) in kinds.into_iter().enumerate() {
+        let dtype = [DType::F32, DType::F64, DType::Bf16, DType::F16][number];
+        for dtype in [dtype, DType::F32] {
+            let mut case = Case::new(name, Spec::new(dims, DType::F64), masks.clone(), draw);
+            case.spec.sinks = None;
+            case.draw_tensors(draw);
+            case.batch.key_lists = Some(Arc::clone(&key_lists));
+            let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+            let settings =
+                [1, 2, 3, 5, 8].map(|ranks| Setting::new(ranks, layouts[ranks % 3].clone()));
+            holds(&case.in_dtype(dtype), &settings);
+        }
+    }
+}
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 60, kv_len: 60, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+fn rings(ranks: usize, layout: Layout) -> LocalRing {
+    let setup = Setup::from((&Attention::new(), Division::new().layout(layout)));
+    LocalRing::new(setup, DIMS, ranks).unwrap()
+}
+
+#[test]
+fn bytes_received_are_the_distinct_remote_rows() {
+    let tensor = |heads: usize, dim: usize| {
+        Array4::from_shape_fn((2, 60, heads, dim), |(b, i, h, c)| {
+            ((b * 3 + i * 7 + h * 5 + c) % 13) as f32 * 0.125 - 0.75
+        })
+    };
+    let [q, k, v, dout] = [tensor(4, 8), tensor(2, 8), tensor(2, 6), tensor(4, 6)];
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    for ranks in [2, 3, 5] {
+        for layout in [Layout::Contiguous, Layout::Striped] {
+            let draw = &mut Draw::new(ranks as u64);
+            let mut ring = rings(ranks, layout);
+            for width in [3, 1, 0] {
+                let mut pairs = Vec::new();
+                let key_lists = lists([1, 1], &DIMS, |[_, _, q]| {
+                    let keys: Vec<usize> = (0..width).map(|_| draw.below(60)).collect();
+                    pairs.extend(keys.iter().map(|&key| (q, key)));
+                    keys
+                });
+                ring.update(&Batch { key_lists: Some(key_lists), ..Batch::default() }).unwrap();
+                let forward = ring.forward(&tensors).unwrap();
+                let backward = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+                let owner = |row: usize| {
+                    let is_owner =
+                        |plan: &&annulus::Plan| plan.kv_rows().iter().any(|r| r == row as i64);
+                    ring.plans().find(is_owner).unwrap().rank()
+                };
+                // self-attention: a rank owns the same rows of both sides
+                let remote: BTreeSet<(usize, usize)> = pairs
+                    .iter()
+                    .map(|&(q, key)| (owner(q), key))
+                    .filter(|&(rank, key)| owner(key) != rank)
+                    .collect();
+                // 2 batch rows × 2 KV heads × (8 + 6) f32
+                let rows = remote.len() as u64 * 2 * 2 * 14 * 4;
+                let sent = |reports: &[annulus::comm::ring::Report]| -> u64 {
+                    assert!(
+                        reports.iter().all(|report| report.bytes_sent == report.bytes_predicted)
+                    );
+                    reports.iter().map(|report| report.bytes_sent).sum()
+                };
+                assert_eq!(sent(&forward.reports), rows, "{ranks} ranks");
+                // keys and values again, and one partial gradient a row and rank
+                assert_eq!(sent(&backward.reports), 2 * rows, "{ranks} ranks");
+                assert_eq!(ring.plan().route(), Route::Direct);
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_lists_and_what_cannot_be_computed_are_refused_and_change_nothing() {
+    let listed = |key| {
+        let one = KeyLists::new((0..=60).collect(), vec![key; 60]).unwrap();
+        Batch { key_lists: Some(Arc::new(one)), ..Batch::default() }
+    };
+    let tensor = |heads: usize, dim: usize| {
+        Array4::from_shape_fn((2, 60, heads, dim), |(_, i, _, _)| (i % 7) as f32)
+    };
+    let [q, k, v] = [tensor(4, 8), tensor(2, 8), tensor(2, 6)];
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let mut ring = rings(3, Layout::Zigzag);
+    ring.update(&listed(3)).unwrap();
+    let before = ring.forward(&tensors).unwrap().out;
+    let short = Arc::new(KeyLists::new(vec![0; 60], vec![]).unwrap());
+    for bad in [listed(60), Batch { key_lists: Some(short), ..Batch::default() }] {
+        let error = ring.update(&bad).unwrap_err();
+        assert!(
+            matches!(&error, Error::InvalidArgument { argument, .. } if argument == "key_lists")
+        );
+    }
+    assert_eq!(ring.forward(&tensors).unwrap().out, before);
+
+    let unsupported = |setup: Setup| {
+        let mut ring = LocalRing::new(setup, DIMS, 2).unwrap();
+        match ring.update(&listed(3)).unwrap_err() {
+            Error::Unsupported { what, .. } => assert!(what.contains("key_lists"), "{what}"),
+            other => panic!("{other}"),
+        }
+    };
+    let attention = Attention::new();
+    unsupported(Setup::from((&attention, Division::new().route(Route::RelayUp))));
+    unsupported(Setup::from((&attention, Division::new().strategy(Strategy::AllToAll))));
+    unsupported(Setup::from((&attention, Division::new().strategy(Strategy::PassQ))));
+    unsupported(Setup::from(attention.clone().reproducible(true)));
+    unsupported(Setup::from(attention.clone().backward_mode(BackwardMode::TwoPass)));
+}
+
+/// The gradient of a number a pair is that of the equal dense bias, summed over the heads and batch
+/// rows that share the list.
+#[test]
+fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
+    let draw = &mut Draw::new(11);
+    for (groups, batches, soft_cap) in [(1, 1, None), (2, 2, None), (4, 1, Some(1.5))] {
+        let spec = Spec { soft_cap, ..Spec::new(DIMS, DType::F64) };
+        let mut case = Case::new("list bias", spec, Masks::default(), draw);
+        let mut keys = Draw::new(7);
+        let unbiased =
+            lists([batches, groups], &DIMS, |_| (0..7).map(|_| keys.below(60)).collect());
+        let bias: Vec<f64> = (0..unbiased.len()).map(|_| draw.normal()).collect();
+        case.batch.key_lists = Some(Arc::clone(&unbiased));
+        let mut twin = dense_twin(&case);
+        let shape = [batches, 4, 60, 60];
+        let entry = |[b, h, q, k]: [usize; 4]| {
+            let entries = unbiased.entries(b, h * groups / 4, q);
+            let at = unbiased.keys()[entries.clone()].binary_search(&(k as u32)).ok()?;
+            Some(entries.start + at)
+        };
+        twin.spec.bias = Some(shape);
+        twin.bias = Some(Array4::from_shape_fn(shape, |(b, h, q, k)| {
+            entry([b, h, q, k]).map_or(0.0, |entry| bias[entry])
+        }));
+        let truth = Answer::of(twin.truth().unwrap(), true);
+        let want = |name: &str| {
+            let arrays = truth.arrays();
+            arrays.into_iter().find(|(of, _)| *of == name).unwrap().1.to_owned()
+        };
+        let mut dbias = vec![0.0; unbiased.len()];
+        for (index, &ds) in want("dbias").indexed_iter() {
+            let at = entry([index[0], index[1], index[2], index[3]]);
+            at.into_iter().for_each(|entry| dbias[entry] += ds);
+        }
+        let biased = KeyLists::clone(&unbiased).with_bias(bias.clone()).unwrap();
+        for ranks in [1, 3] {
+            let attention = Attention::new().dtype(DType::F64).logits_soft_cap(soft_cap);
+            let mut ring = LocalRing::new(&attention, DIMS, ranks).unwrap();
+            let key_lists = Some(Arc::new(biased.clone()));
+            ring.update(&Batch { key_lists, ..Batch::default() }).unwrap();
+            let tensors = Tensors::new(case.q.view(), case.k.view(), case.v.view());
+            let forward = ring.forward(&tensors).unwrap();
+            let backward = ring.backward(&tensors, &forward, case.dout.view(), None).unwrap();
+            let near = |name: &str, got: Vec<f64>, want: Vec<f64>| {
+                let worst = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(got.len() == want.len() && worst < 1e-12, "{name}, {ranks} ranks: {worst}");
+            };
+            let all = |name: &str| want(name).iter().copied().collect::<Vec<f64>>();
+            near("out", forward.out.iter().copied().collect(), all("out"));
+            near("dq", backward.dq.iter().copied().collect(), all("dq"));
+            near("dk", backward.dk.iter().copied().collect(), all("dk"));
+            near("dv", backward.dv.iter().copied().collect(), all("dv"));
+            near("bias", ring.list_bias_gradient().unwrap(), dbias.clone());
+        }
+    }
+    // what only tiles compute is refused by name, and a number that is not finite
+    let one = KeyLists::new((0..=60).collect(), vec![0; 60]).unwrap();
+    let biased = Some(Arc::new(one.clone().with_bias(vec![0.5; 60]).unwrap()));
+    for attention in [Attention::new().reproducible(true), Attention::new().unnormalized(true)] {
+        let mut ring = LocalRing::new(&attention, DIMS, 1).unwrap();
+        let error = ring.update(&Batch { key_lists: biased.clone(), ..Batch::default() });
+        assert!(error.unwrap_err().to_string().contains("key_list_bias"));
+    }
+    assert!(one.with_bias(vec![f64::NAN; 60]).unwrap_err().to_string().contains("row 0, entry 0"));
+}

@@ -1,0 +1,128 @@
+//! The steps of one rank on the direct route, from the rows that it needs and those that others
+//! need of it: without those of two other ranks, which it does not know under key lists.
+
+use annulus_core::{Channel, RowSet};
+
+use super::{Group, Message, RankSchedule, Route, Step};
+use crate::Needs;
+
+/// The needs of one rank and those of others of its rows. Lists are indexed by ring index.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RankNeeds {
+    /// Ring index of the rank.
+    pub rank: usize,
+    /// Number of its own rows.
+    pub held: u64,
+    /// `needed[owner]`: the owner's local rows that this rank needs; none of its own.
+    pub needed: Vec<RowSet>,
+    /// `asked[user]`: the rows of this rank that the user needs, and true if their block is the
+    /// last one that the user receives.
+    pub asked: Vec<(RowSet, bool)>,
+}
+
+impl RankNeeds {
+    /// Returns the owner of the last block that the rank receives on the direct route.
+    pub fn last_owner(&self) -> Option<usize> {
+        let ranks = self.needed.len();
+        let owners = (1..ranks).rev().map(|step| Route::Direct.owner(self.rank, step, ranks));
+        owners.into_iter().find(|&owner| !self.needed[owner].is_empty())
+    }
+
+    /// Returns the needs of all ranks as far as this one knows them: those between two other ranks
+    /// are empty.
+    pub fn to_needs(&self) -> Needs {
+        let ranks = self.needed.len();
+        let mut rows = vec![vec![RowSet::new(); ranks]; ranks];
+        for (user, (asked, _)) in self.asked.iter().enumerate() {
+            rows[user][self.rank].clone_from(asked);
+        }
+        rows[self.rank].clone_from(&self.needed);
+        rows[self.rank][self.rank] = RowSet::all(self.held);
+        let mut held = vec![0; ranks];
+        for (owner, held) in held.iter_mut().enumerate() {
+            *held = self.needed[owner].ranges().last().map_or(0, |range| range.end);
+        }
+        held[self.rank] = self.held;
+        Needs { held, rows }
+    }
+}
+
+impl RankSchedule {
+    /// Derives the steps of a rank on [`Route::Direct`]; with `gradients` also those of the final
+    /// gradients.
+    pub fn of_needs(needs: &RankNeeds, gradients: bool) -> Self {
+        let RankNeeds { rank, held, needed, asked } = needs;
+        let ranks = needed.len();
+        let step = |step| Step {
+            owner: Route::Direct.owner(*rank, step, ranks),
+            rows: if step == 0 { RowSet::all(*held) } else { RowSet::new() },
+            before: Group::default(),
+            after: Group::default(),
+        };
+        let mut steps: Vec<Step> = (0..ranks).map(step).collect();
+        let mut sends_last_block = vec![false; ranks];
+        for step in 1..ranks {
+            let owner = steps[step].owner;
+            let user = Route::Direct.user(*rank, step, ranks);
+            steps[step].rows.clone_from(&needed[owner]);
+            let message = |peer, channel, owner, rows: &RowSet| {
+                (!rows.is_empty()).then(|| Message { peer, channel, owner, rows: rows.clone() })
+            };
+            let before = &mut steps[step - 1].before;
+            before.receives.extend(message(owner, Channel::Kv, owner, &needed[owner]));
+            before.sends.extend(message(user, Channel::Kv, *rank, &asked[user].0));
+            sends_last_block[step - 1] = asked[user].1;
+            if gradients {
+                let after = &mut steps[step].after;
+                after.sends.extend(message(owner, Channel::FinalGrad, owner, &needed[owner]));
+                after.receives.extend(message(user, Channel::FinalGrad, *rank, &asked[user].0));
+            }
+        }
+        Self { route: Route::Direct, steps, sends_last_block }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Schedule;
+
+    /// The steps of each rank, of needs that all ranks know, are those of the schedule of all ranks.
+    #[test]
+    fn steps_of_a_rank_are_those_of_the_schedule_of_all_ranks() {
+        for ranks in 1..6 {
+            let held: Vec<u64> = (0..ranks).map(|rank| 5 + rank as u64).collect();
+            let need = |user: usize, owner: usize| -> RowSet {
+                let rows = 0..held[owner];
+                rows.filter(|row| {
+                    user == owner
+                        || (row * 7 + user as u64 * 3 + owner as u64) % (ranks as u64) == 1
+                })
+                .map(|row| row..row + 1)
+                .collect()
+            };
+            let rows = (0..ranks).map(|user| (0..ranks).map(|owner| need(user, owner)).collect());
+            let all = Needs { held: held.clone(), rows: rows.collect() };
+            let of_rank = |rank: usize| RankNeeds {
+                rank,
+                held: held[rank],
+                needed: (0..ranks)
+                    .map(|owner| if owner == rank { RowSet::new() } else { need(rank, owner) })
+                    .collect(),
+                asked: vec![(RowSet::new(), false); ranks],
+            };
+            for gradients in [false, true] {
+                let schedule = Schedule::build(&all, Route::Direct, gradients);
+                for rank in 0..ranks {
+                    let mut own = of_rank(rank);
+                    for user in (0..ranks).filter(|&user| user != rank) {
+                        let is_last = of_rank(user).last_owner() == Some(rank);
+                        own.asked[user] = (need(user, rank), is_last);
+                    }
+                    let derived = RankSchedule::of_needs(&own, gradients);
+                    assert_eq!(derived, schedule.of_rank(rank), "rank {rank} of {ranks}");
+                }
+            }
+        }
+    }
+}
