@@ -19,7 +19,7 @@ from ._cache import Cache
 from ._calls import flash_attention, ring_attention
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
-from ._results import Forward, Gradients, Report, StartedPass
+from ._results import DoubleBackward, Forward, Gradients, Jvp, Report, StartedPass
 
 __version__ = "0.1.0"
 
@@ -29,11 +29,13 @@ __all__ = [
     "ArrivalTimeout",
     "Attention",
     "Cache",
+    "DoubleBackward",
     "Endpoint",
     "Error",
     "Forward",
     "Gradients",
     "InvalidArgument",
+    "Jvp",
     "OutOfMemory",
     "Plan",
     "Report",

@@ -15,7 +15,7 @@ from ._attention import Attention
 from ._check import Documents, Machine, Rows
 from ._errors import invalid, unsupported
 from ._option_fields import PlanOptions
-from ._plan import Plan
+from ._plan import TENSOR_NAMES, Plan
 from ._results import Forward
 
 Arguments = dict[str, Any]
@@ -24,7 +24,7 @@ Arguments = dict[str, Any]
 Tensors = tuple[Any, Any, Any, Any, Any]
 """query, key, value, bias or None, softmax_aux or None."""
 
-TENSORS = ("query", "key", "value", "bias", "softmax_aux")
+TENSORS = TENSOR_NAMES
 BATCH = (
     "q_segment_ids",
     "kv_segment_ids",
@@ -150,7 +150,13 @@ class Call(PlanOptions):
         return Place(number, stream)
 
     def plan(
-        self, shapes: Shapes, place: Place | None, told: list[RankRows], *, forward_only: bool
+        self,
+        shapes: Shapes,
+        place: Place | None,
+        told: list[RankRows],
+        *,
+        forward_only: bool,
+        second_derivatives: bool = False,
     ) -> Plan:
         """Plans for the tensors of all ranks; with a communicator, collectively."""
         batch, _, q_heads, head_dim = shapes.query
@@ -169,8 +175,14 @@ class Call(PlanOptions):
             "arrival_deadline": self._arrival_deadline(),
             # the program sums the gradients of its parameters over the ranks
             "local_gradients": self.comm is not None,
-            "backward_mode": "two_pass" if self.fused_backward is False else "one_pass",
-            "forward_only": forward_only,
+            # second derivatives have one form
+            "backward_mode": (
+                "two_pass"
+                if self.fused_backward is False and not second_derivatives
+                else "one_pass"
+            ),
+            "forward_only": forward_only and not second_derivatives,
+            "second_derivatives": second_derivatives,
         }
         return Plan(
             self.attention,

@@ -85,6 +85,7 @@ class PlanOptions:
     backend: str | None = None
     device: int | None = None
     receive_ahead: int | None = None
+    second_derivatives: bool = False
 
     def checked(self) -> dict[str, Any]:
         """Returns the checked options, by the names of the extension module."""
@@ -104,4 +105,5 @@ class PlanOptions:
             "backend": _check.choice_or_none("backend", self.backend, _check.BACKEND_NAMES),
             "device": _check.integer_or_none("device", self.device),
             "receive_ahead": _check.integer_or_none("receive_ahead", self.receive_ahead, least=1),
+            "second_derivatives": _check.boolean("second_derivatives", self.second_derivatives),
         }

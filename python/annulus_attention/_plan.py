@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,12 +17,16 @@ from ._arrays import DeviceMemory, HostMemory, Place, Tensor, accumulator
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
 from ._check import Documents, Machine, Rows
 from ._errors import argument_got_want, invalid, unsupported
-from ._results import Forward, Gradients, Pass, Report, StartedPass
+from ._results import DoubleBackward, Forward, Gradients, Jvp, Pass, Report, StartedPass
 
 T = TypeVar("T")
 
 BACKENDS = tuple(_annulus.backends())
 """Names of the backends that the package was built with: ``cpu``, ``wgpu``, ``cuda``."""
+
+
+TENSOR_NAMES = ("query", "key", "value", "bias", "softmax_aux")
+"""Inputs of a pass, in the order of their parameters."""
 
 
 class Plan:
@@ -118,6 +122,9 @@ class Plan:
             neighbour that is late by less than a step. On a direct route, as many receives are
             posted as fit into that memory. Results are the same, bit for bit. Default: 1, and 4 on
             a balanced layout.
+        second_derivatives: The plan also has a JVP and a double backward: derivatives of the
+            outputs along a direction, and gradients of gradients. On the CPU, with the strategy
+            ``ring``; not with ``reproducible``, nor of an output that is not normalised.
     """
 
     def __init__(
@@ -153,6 +160,7 @@ class Plan:
         backend: str | None = None,
         device: int | None = None,
         receive_ahead: int | None = None,
+        second_derivatives: bool = False,
         # options.toml: end
     ) -> None:
         options = options_of(locals())
@@ -354,9 +362,7 @@ class Plan:
         with self._collective():
             inputs = self._inputs(query, key, value, bias, softmax_aux)
             acc = accumulator(self._dtype)
-            lengths, rows = self._lengths, len(self._q_rows)
-            statistics = (lengths["batch"], lengths["q_heads"], rows)
-            whole = (lengths["batch"], rows, lengths["q_heads"], lengths["value_dim"])
+            whole, statistics = self._shapes_of_outputs()
             memory, like = self._memory, inputs.query.library
             arrays = {
                 "out": memory.output("out", out, whole, self._dtype, like),
@@ -421,29 +427,160 @@ class Plan:
             for name, array in {**given, "dlse": dlse}.items():
                 if array is not None:
                     arrays[name] = memory.converted(name, memory.tensor(name, array), acc)
-            gradients = {
-                f"d{short}": memory.empty(arrays[name].shape, self._dtype, like)
-                for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
-            }
-            for name in ("bias", "softmax_aux"):
-                if name in arrays:
-                    gradients[f"d{name}"] = memory.empty(arrays[name].shape, acc, like)
+            gradients = self._empty_gradients(arrays, like)
             reports = self._plan.backward({**arrays, **gradients})
             dlist_bias = None
             if self._biased_pairs is not None:
                 dlist_bias = np.empty(self._biased_pairs)
                 self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
+        results = self._gradients(inputs, gradients, reports_of(reports))
+        return replace(results, dlist_bias=dlist_bias)
+
+    def jvp(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        query_tangent: Any,
+        key_tangent: Any,
+        value_tangent: Any,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        bias_tangent: Any = None,
+        softmax_aux_tangent: Any = None,
+    ) -> Jvp:
+        """Computes out, lse and their derivatives along the tangents of the inputs.
+
+        Of a plan with ``second_derivatives``.
+
+        Args:
+            query, key, value, bias, softmax_aux: As in ``forward``.
+            query_tangent, key_tangent, value_tangent: Shape and element type of query, key, value.
+            bias_tangent, softmax_aux_tangent: Shapes of bias and softmax_aux. Default: 0.
+        """
+        tangents = (query_tangent, key_tangent, value_tangent, bias_tangent, softmax_aux_tangent)
+        with self._collective():
+            inputs = self._inputs(query, key, value, bias, softmax_aux)
+            direction = self._direction(tangents, "{}_tangent")
+            acc = accumulator(self._dtype)
+            memory, like = self._memory, inputs.query.library
+            whole, statistics = self._shapes_of_outputs()
+            outputs = {
+                "out": memory.empty(whole, self._dtype, like),
+                "lse": memory.empty(statistics, acc, like),
+                "out_tangent": memory.empty(whole, self._dtype, like),
+                "lse_tangent": memory.empty(statistics, acc, like),
+            }
+            reports = self._plan.jvp({**inputs.arrays, **direction, **outputs})
+        results = {
+            name: memory.given_back(array, self._dtype if name.startswith("out") else acc, like)
+            for name, array in outputs.items()
+        }
+        return Jvp(**results, reports=reports_of(reports))
+
+    def double_backward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        dout: Any,
+        dq_cotangent: Any,
+        dk_cotangent: Any,
+        dv_cotangent: Any,
+        dlse: Any = None,
+        *,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        dbias_cotangent: Any = None,
+        dsoftmax_aux_cotangent: Any = None,
+    ) -> DoubleBackward:
+        """Computes the gradients of ``backward``'s gradients: those of their product with the
+        cotangents, with respect to the inputs, dout and dlse. It needs no result of ``forward``.
+
+        Of a plan with ``second_derivatives``. Sums over ranks are those of ``backward``; the
+        cotangents of what is summed are then the same on all ranks.
+
+        Args:
+            query, key, value, bias, softmax_aux: As in ``forward``.
+            dout, dlse: As in ``backward``.
+            dq_cotangent, dk_cotangent, dv_cotangent: Shape and element type of query, key, value.
+            dbias_cotangent, dsoftmax_aux_cotangent: Shapes of bias and softmax_aux. Default: 0.
+        """
+        cotangents = (dq_cotangent, dk_cotangent, dv_cotangent)
+        with self._collective():
+            inputs = self._inputs(query, key, value, bias, softmax_aux)
+            given = (*cotangents, dbias_cotangent, dsoftmax_aux_cotangent)
+            direction = self._direction(given, "d{}_cotangent")
+            acc = accumulator(self._dtype)
+            memory, like = self._memory, inputs.query.library
+            arrays = {**inputs.arrays, **direction}
+            arrays["dout"] = self._of_dtype("dout", dout).array
+            if dlse is not None:
+                arrays["dlse"] = memory.converted("dlse", memory.tensor("dlse", dlse), acc)
+            gradients = self._empty_gradients(inputs.arrays, like)
+            whole, statistics = self._shapes_of_outputs()
+            ddout = memory.empty(whole, self._dtype, like)
+            ddlse = memory.empty(statistics, acc, like)
+            written = {**gradients, "ddout": ddout, "ddlse": ddlse}
+            reports = reports_of(self._plan.double_backward({**arrays, **written}))
+        return DoubleBackward(
+            inputs=self._gradients(inputs, gradients, reports),
+            ddout=memory.given_back(ddout, self._dtype, like),
+            ddlse=memory.given_back(ddlse, acc, like),
+            reports=reports,
+        )
+
+    def _shapes_of_outputs(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of out and of lse."""
+        lengths, rows = self._lengths, len(self._q_rows)
+        batch, heads = lengths["batch"], lengths["q_heads"]
+        return (batch, rows, heads, lengths["value_dim"]), (batch, heads, rows)
+
+    def _direction(self, given: tuple[Any, ...], spelled: str) -> dict[str, Any]:
+        """Returns the arrays of a direction, as the module names them. ``spelled`` has the form of
+        their names, in which an error is raised.
+        """
+        short = ("q", "k", "v") if spelled.startswith("d") else ("query", "key", "value")
+        arrays = {}
+        for name, of, value in zip(TENSOR_NAMES, (*short, *TENSOR_NAMES[3:]), given, strict=True):
+            argument = spelled.format(of)
+            if name in ("query", "key", "value"):
+                arrays[f"{name}_direction"] = self._of_dtype(argument, value).array
+            elif value is not None:
+                acc, memory = accumulator(self._dtype), self._memory
+                array = memory.converted(argument, memory.tensor(argument, value), acc)
+                arrays[f"{name}_direction"] = memory.sinks(array) if name != "bias" else array
+        return arrays
+
+    def _empty_gradients(self, arrays: dict[str, Any], like: Any) -> dict[str, Any]:
+        """Returns arrays for the gradients of inputs, as the module names them."""
+        acc, memory = accumulator(self._dtype), self._memory
+        gradients = {
+            f"d{short}": memory.empty(arrays[name].shape, self._dtype, like)
+            for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
+        }
+        for name in ("bias", "softmax_aux"):
+            if name in arrays:
+                gradients[f"d{name}"] = memory.empty(arrays[name].shape, acc, like)
+        return gradients
+
+    def _gradients(
+        self, inputs: _Inputs, gradients: dict[str, Any], reports: tuple[Report, ...]
+    ) -> Gradients:
+        """Returns gradients in the shapes and element types in which their inputs were given."""
+        memory, like = self._memory, inputs.query.library
         sources = {"dbias": inputs.bias, "dsoftmax_aux": inputs.softmax_aux}
         results = {}
         for name, array in gradients.items():
             source, dtype = sources.get(name), self._dtype
             if source is not None:
-                # in the shape and the element type in which it was given
                 dtype = source.dtype
+                acc = accumulator(self._dtype)
                 array = memory.converted(name, Tensor(array, acc, like), dtype)
                 array = array if array.shape == source.array.shape else array[0]
             results[name] = memory.given_back(array, dtype, like)
-        return Gradients(**results, dlist_bias=dlist_bias, reports=reports_of(reports))
+        return Gradients(**results, reports=reports)
 
     def forward_start(
         self,

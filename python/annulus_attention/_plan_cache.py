@@ -34,6 +34,9 @@ CAPACITY = 8
 has a few kinds of layers, of which forward and backward share one plan.
 """
 
+SECOND_DERIVATIVES = ("jvp", "double backward")
+"""Passes whose plan has second derivatives."""
+
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -187,7 +190,7 @@ def plan_for(
     Args:
         options: Key of the options of the call, for which equal keys are the same options.
         call, tensors, batch, forward_only: As for ``plan_of``.
-        of_pass: ``forward`` or ``backward``, equal on all ranks.
+        of_pass: ``forward``, ``backward``, or one of ``SECOND_DERIVATIVES``, equal on all ranks.
     """
     cache = cache_of(call.comm)
     key, cached, arrays = _take(cache, options, call, tensors, batch, forward_only, of_pass)
@@ -220,9 +223,10 @@ def _take(
     """Returns key and plan of a call, and the batch that the plan is yet to be adapted to."""
     prepared: list[tuple[Shapes, Place | None, Arrays]] = []
     found: list[Cached] = []
+    is_second = of_pass in SECOND_DERIVATIVES
 
     def key() -> Hashable:
-        return options, *prepared[0][:2], forward_only
+        return options, *prepared[0][:2], forward_only, is_second
 
     def prepare() -> _RankState:
         prepared.append((Shapes.of(*tensors), call.place(tensors[0]), batch_arrays(batch)))
@@ -252,7 +256,13 @@ def _take(
         return key(), found[0], None if adapted else arrays
     for cached in found:
         cache.give(key(), cached)
-    plan = call.plan(shapes, place, [state.rows for state in told], forward_only=forward_only)
+    plan = call.plan(
+        shapes,
+        place,
+        [state.rows for state in told],
+        forward_only=forward_only,
+        second_derivatives=is_second,
+    )
     objects = (call.attention.mask, call.attention.bias_function)
     made = Cached(plan, cache.next_serial(max(state.made for state in told)), objects)
     return key(), made, arrays or None

@@ -85,6 +85,40 @@ class Gradients:
     reports: tuple[Report, ...] = ()
 
 
+@dataclass(frozen=True)
+class Jvp:
+    """Outputs of a JVP.
+
+    Attributes:
+        out, lse: As ``Forward``.
+        out_tangent, lse_tangent: Their derivatives along the tangents of the inputs; of lse 0 for
+            a query without a visible key and without sinks.
+        reports: Times and bytes of the ranks of this process.
+    """
+
+    out: Any
+    lse: Any
+    out_tangent: Any
+    lse_tangent: Any
+    reports: tuple[Report, ...] = ()
+
+
+@dataclass(frozen=True)
+class DoubleBackward:
+    """Outputs of a double backward.
+
+    Attributes:
+        inputs: Gradients with respect to query, key, value, bias and softmax_aux.
+        ddout, ddlse: Gradients with respect to dout and dlse, in their shapes.
+        reports: Times and bytes of the ranks of this process.
+    """
+
+    inputs: Gradients
+    ddout: Any
+    ddlse: Any
+    reports: tuple[Report, ...] = ()
+
+
 class Pass(Generic[T]):
     """The thread of a pass. It holds references to the plan and the arrays of the pass.
 

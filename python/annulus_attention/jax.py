@@ -2,8 +2,10 @@
 
 ``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. XLA's CPU
 runtime calls a pass (``jax.ffi``), which reads operands and writes results in XLA's buffers. Its
-gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call gives
-the bits of an eager one. Forward mode and second derivatives are refused.
+gradient is a custom VJP, whose backward pass has the plan of the forward pass, and the gradient of
+this pass another one: ``grad`` of ``grad``, ``jacrev`` of ``jacrev``. A jitted call gives the bits
+of an eager one. A custom VJP has no forward mode: ``jvp``, ``jacfwd``, ``linearize`` and
+``hessian`` raise JAX's TypeError, and third derivatives a NotImplementedError.
 
 Options are constants of a trace; query, key and value have one element type. Without
 ``jax_enable_x64``, ids and positions beyond 32 bits are refused, and ``return_max_sum`` always,
@@ -19,6 +21,7 @@ import ctypes
 import functools
 import json
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +34,7 @@ from ._calls import BATCH, TENSORS, Call, Shapes, Tensors, keeps_out_residual
 from ._errors import invalid, unsupported
 from ._plan import Plan
 from ._plan_cache import plan_for
-from ._results import Forward
+from ._results import Forward, Gradients
 
 __all__ = ["clear_plans", "dot_product_attention", "flash_attention", "ring_attention"]
 
@@ -178,8 +181,8 @@ def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ..
     # shapes and types are refused here, where the error reaches the caller as it is
     Shapes.of(*arrays)
     given = {name: _integers(name, array) for name, array in batch.items() if array is not None}
-    results: tuple[Any, ...] = _attend(call, *_together(arrays, given))
-    return results
+    results: tuple[Any, ...] = _attend(call, True, *_together(arrays, given))
+    return results[:2]
 
 
 def _integers(name: str, value: Any) -> Any:
@@ -229,9 +232,10 @@ def _varying(array: Any, axes: set[str]) -> Any:
     return jax.lax.pvary(array, missing)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
-    return _forward(call, tensors, batch, forward_only=True)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(call: Call, forward_only: bool, tensors: Tensors, batch: dict[str, Any]) -> Any:
+    """Computes a forward pass. Only out and lse have a gradient."""
+    return _forward(call, tensors, batch, forward_only=forward_only)
 
 
 def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Any:
@@ -255,24 +259,64 @@ def _results(call: Call, dtype: Any, *, forward_only: bool) -> tuple[str, ...]:
     return ("out", "lse", "max", "sum", *ties, *(("out_residual",) if keeps else ()))
 
 
-def _attend_forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
-    forward = _forward(call, tensors, batch, forward_only=False)
-    return forward[:2], (tensors, batch, forward)
+def _attend_forward(call: Call, forward_only: bool, tensors: Tensors, batch: dict[str, Any]) -> Any:
+    # by itself, so that it has a derivative where the gradient is differentiated
+    forward = _attend(call, False, tensors, batch)
+    of_backward = (tensors, batch, forward)
+    # what forward_only leaves out comes last
+    names = _results(call, tensors[0].dtype, forward_only=forward_only)
+    return forward[: len(names)], of_backward
 
 
-def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
-    tensors, batch, forward = saved
+def _attend_backward(call: Call, _: bool, saved: Any, cotangents: Any) -> Any:
+    # a batch has no gradient
+    return _gradients(call, *saved, cotangents[:2]), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(
+    call: Call, tensors: Tensors, batch: dict[str, Any], forward: Any, cotangents: Any
+) -> Any:
+    """Computes a backward pass."""
     named = _named(tensors)
-    wanted = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in named.values()]
     names = _results(call, tensors[0].dtype, forward_only=False)
     results = dict(zip(names, forward, strict=True))
-    given = {**named, **batch, **results, **dict(zip(("dout", "dlse"), cotangents, strict=True))}
-    gradients = dict(zip(named, _run(call, given, wanted, forward_only=False), strict=True))
-    # a batch has no gradient
-    return tuple(gradients.get(name) for name in TENSORS), None
+    of_outputs = dict(zip(("dout", "dlse"), cotangents, strict=True))
+    return _of_inputs(call, named, {**named, **batch, **results, **of_outputs})
+
+
+def _gradients_forward(
+    call: Call, tensors: Tensors, batch: dict[str, Any], forward: Any, cotangents: Any
+) -> Any:
+    gradients = _gradients(call, tensors, batch, forward, cotangents)
+    return gradients, (tensors, batch, cotangents)
+
+
+def _gradients_backward(call: Call, saved: Any, directions: Any) -> Any:
+    tensors, batch, cotangents = saved
+    named = _named(tensors)
+    of_outputs = dict(zip(("dout", "dlse"), cotangents, strict=True))
+    direction = {f"{name}_direction": array for name, array in _named(directions).items()}
+    given = {**named, **batch, **of_outputs, **direction}
+    gradients, of_cotangents = _of_inputs(call, named, given, tuple(cotangents))
+    # the results of the forward pass depend on the tensors, whose gradients include theirs
+    return gradients, None, None, of_cotangents
+
+
+def _of_inputs(call: Call, named: dict[str, Any], given: dict[str, Any], more: Any = None) -> Any:
+    """Lets a pass compute gradients of the tensors that are given, in the order of ``TENSORS``, and
+    those of the arrays ``more``, if there are some.
+    """
+    like = [*named.values(), *(more or ())]
+    wanted = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like]
+    results = _run(call, given, wanted, forward_only=False)
+    gradients = dict(zip(named, results, strict=False))
+    of_tensors = tuple(gradients.get(name) for name in TENSORS)
+    return of_tensors if more is None else (of_tensors, tuple(results[len(named) :]))
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _named(tensors: Tensors) -> dict[str, Any]:
@@ -306,8 +350,8 @@ def _run(call: Call, given: dict[str, Any], wanted: list[Any], *, forward_only: 
 
 
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    """Refuses to differentiate a pass, which happens in derivatives of a gradient only."""
-    raise unsupported("a second derivative", "a gradient of attention has no gradient")
+    """Refuses to differentiate a pass, which happens in derivatives of a second one only."""
+    raise unsupported("a third derivative", "attention has first and second derivatives")
 
 
 def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
@@ -322,14 +366,19 @@ def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
     tensors: Any = tuple(given.get(name) for name in TENSORS)
     batch = {name: given.get(name) for name in BATCH}
     forward_only = asked["forward_only"]
-    with plan_for((options, seed), call, tensors, batch, forward_only=forward_only) as plan:
-        if "dout" in given:
-            _write_gradients(plan, tensors, given, written)
-        else:
-            _write_outputs(plan, tensors, written)
+    of_pass = "forward"
+    write: Callable[[Plan, Tensors, dict[str, Array], list[Array]], None] = _write_outputs
+    if "query_direction" in given:
+        of_pass, write = "double backward", _write_second
+    elif "dout" in given:
+        of_pass, write = "backward", _write_gradients
+    with plan_for(
+        (options, seed), call, tensors, batch, forward_only=forward_only, of_pass=of_pass
+    ) as plan:
+        write(plan, tensors, given, written)
 
 
-def _write_outputs(plan: Plan, tensors: Tensors, written: list[Array]) -> None:
+def _write_outputs(plan: Plan, tensors: Tensors, _: dict[str, Array], written: list[Array]) -> None:
     """Writes the outputs of a forward pass, in the order of ``_results``."""
     query, key, value, bias, softmax_aux = tensors
     out, lse, *statistics = written
@@ -363,8 +412,35 @@ def _write_gradients(
         bias=bias,
         softmax_aux=softmax_aux,
     )
+    _copy(gradients, (), written)
+
+
+def _write_second(
+    plan: Plan, tensors: Tensors, given: dict[str, Array], written: list[Array]
+) -> None:
+    """Writes the gradients of the tensors that are given, in their order, then ddout and ddlse."""
+    query, key, value, bias, softmax_aux = tensors
+    dq, dk, dv, dbias, dsoftmax_aux = (given.get(f"{name}_direction") for name in TENSORS)
+    double = plan.double_backward(
+        query,
+        key,
+        value,
+        given["dout"],
+        dq,
+        dk,
+        dv,
+        given["dlse"],
+        bias=bias,
+        softmax_aux=softmax_aux,
+        dbias_cotangent=dbias,
+        dsoftmax_aux_cotangent=dsoftmax_aux,
+    )
+    _copy(double.inputs, (double.ddout, double.ddlse), written)
+
+
+def _copy(gradients: Gradients, more: tuple[Any, ...], written: list[Array]) -> None:
     of_inputs = (gradients.dq, gradients.dk, gradients.dv)
-    all = (*of_inputs, gradients.dbias, gradients.dsoftmax_aux)
+    all = (*of_inputs, gradients.dbias, gradients.dsoftmax_aux, *more)
     computed = [gradient for gradient in all if gradient is not None]
     for array, gradient in zip(written, computed, strict=True):
         array[...] = gradient

@@ -88,7 +88,7 @@ impl<'py> Array<'py> {
         })
     }
 
-    fn refuse(&self, got: impl ToString, want: impl ToString) -> Error {
+    pub(crate) fn refuse(&self, got: impl ToString, want: impl ToString) -> Error {
         Error::invalid(self.name, got, want)
     }
 

@@ -46,6 +46,7 @@ pub(crate) struct Config<'py> {
     pub(crate) machine: Option<(bool, String)>,
     pub(crate) documents: Option<Bound<'py, PyDict>>,
     pub(crate) receive_ahead: Option<usize>,
+    pub(crate) second_derivatives: bool,
 }
 
 /// Names of `alignment`.
@@ -90,7 +91,8 @@ impl Config<'_> {
             .backward_mode(choice("backward_mode", &self.backward_mode, &BACKWARD_MODES)?)
             .forward_only(self.forward_only)
             .local_gradients(self.local_gradients)
-            .reproducible(self.reproducible))
+            .reproducible(self.reproducible)
+            .second_derivatives(self.second_derivatives))
     }
 
     /// Sets the options of division whose form is that of all languages.

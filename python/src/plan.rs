@@ -4,7 +4,9 @@ use std::{num::NonZero, sync::Arc, thread};
 
 use annulus::{
     BackwardViewMut, Batch, DType, Dims, Element, Error, ForwardView, ForwardViewMut, Layout,
-    LocalRing, Report, Result, Setup, Tensors, ndarray::Ix1, planning::Runs,
+    LocalRing, Report, Result, Setup, Tensors,
+    ndarray::{self, ArrayViewMut, Dimension, Ix1},
+    planning::Runs,
 };
 #[cfg(feature = "mpi")]
 use annulus_core::Control;
@@ -195,6 +197,16 @@ impl Plan {
         by_dtype!(self.dtype, T => self.backward_of::<T>(py, arrays))
     }
 
+    /// Computes out, lse and their derivatives along a direction. `arrays` names inputs and outputs.
+    fn jvp(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> Raises<Vec<PyReport>> {
+        by_dtype!(self.dtype, T => self.jvp_of::<T>(py, arrays))
+    }
+
+    /// Computes the gradients of gradients. `arrays` names inputs and outputs.
+    fn double_backward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> Raises<Vec<PyReport>> {
+        by_dtype!(self.dtype, T => self.double_backward_of::<T>(py, arrays))
+    }
+
     /// Begins a call, of which the arguments are yet to be checked.
     fn begin(&self) {
         self.session.begin();
@@ -347,13 +359,7 @@ impl Plan {
     ) -> Raises<Vec<PyReport>> {
         let (inputs, forward) = (inputs(arrays)?, outputs(arrays)?);
         let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
-        let gradients = Gradients {
-            dq: needed(arrays, "dq")?,
-            dk: needed(arrays, "dk")?,
-            dv: needed(arrays, "dv")?,
-            dbias: array(arrays, "dbias")?,
-            dsinks: array(arrays, "dsoftmax_aux")?,
-        };
+        let gradients = gradients(arrays)?;
         let read = inputs.as_ref().into_tensors().chain(forward.as_ref().into_tensors());
         let read: Vec<_> = read.chain([&dout]).chain(&dlse).collect();
         let written: Vec<_> = gradients.as_ref().into_tensors().collect();
@@ -416,6 +422,107 @@ impl Plan {
             Ok(reports.iter().map(spelled).collect())
         })
     }
+
+    fn jvp_of<T: Element>(
+        &self,
+        py: Python<'_>,
+        arrays: &Bound<'_, PyDict>,
+    ) -> Raises<Vec<PyReport>> {
+        let (inputs, tangents) = (inputs(arrays)?, direction(arrays)?);
+        let [out, lse, out_tangent, lse_tangent] = [
+            needed(arrays, "out")?,
+            needed(arrays, "lse")?,
+            needed(arrays, "out_tangent")?,
+            needed(arrays, "lse_tangent")?,
+        ];
+        let read: Vec<_> =
+            inputs.as_ref().into_tensors().chain(tangents.as_ref().into_tensors()).collect();
+        check_outputs(&[&out, &lse, &out_tangent, &lse_tangent], &read)?;
+        self.session.with(|engine| {
+            let (tensors, tangents) = (tensors::<T>(&inputs)?, tensors::<T>(&tangents)?);
+            let jvp = self.session.run(py, || match engine {
+                Engine::Local(ring) => ring.jvp(&tensors, &tangents),
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.jvp(&tensors, &tangents),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => Err(no_second_derivatives()),
+            })?;
+            // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+            unsafe {
+                assign(&out, &jvp.out)?;
+                assign(&lse, &jvp.lse)?;
+                assign(&out_tangent, &jvp.out_tangent)?;
+                assign(&lse_tangent, &jvp.lse_tangent)?;
+            }
+            Ok(jvp.reports.iter().map(spelled).collect())
+        })
+    }
+
+    fn double_backward_of<T: Element>(
+        &self,
+        py: Python<'_>,
+        arrays: &Bound<'_, PyDict>,
+    ) -> Raises<Vec<PyReport>> {
+        let (inputs, cotangents) = (inputs(arrays)?, direction(arrays)?);
+        let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
+        let gradients = gradients(arrays)?;
+        let (ddout, ddlse) = (needed(arrays, "ddout")?, needed(arrays, "ddlse")?);
+        let read = inputs.as_ref().into_tensors().chain(cotangents.as_ref().into_tensors());
+        let read: Vec<_> = read.chain([&dout]).chain(&dlse).collect();
+        let written: Vec<_> = gradients.as_ref().into_tensors().chain([&ddout, &ddlse]).collect();
+        check_outputs(&written, &read)?;
+        self.session.with(|engine| {
+            let (tensors, cotangents) = (tensors::<T>(&inputs)?, tensors::<T>(&cotangents)?);
+            let (dout, dlse) = (dout.view()?, view(&dlse)?);
+            let double = self.session.run(py, || match engine {
+                Engine::Local(ring) => ring.double_backward(&tensors, dout, dlse, &cotangents),
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.double_backward(&tensors, dout, dlse, &cotangents),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => Err(no_second_derivatives()),
+            })?;
+            let of_inputs = &double.inputs;
+            // SAFETY: `check_outputs` has accepted the arrays, and each is viewed once
+            unsafe {
+                assign(&gradients.dq, &of_inputs.dq)?;
+                assign(&gradients.dk, &of_inputs.dk)?;
+                assign(&gradients.dv, &of_inputs.dv)?;
+                if let (Some(array), Some(dbias)) = (&gradients.dbias, &of_inputs.dbias) {
+                    assign(array, dbias)?;
+                }
+                if let (Some(array), Some(dsinks)) = (&gradients.dsinks, &of_inputs.dsoftmax_aux) {
+                    assign(array, dsinks)?;
+                }
+                assign(&ddout, &double.ddout)?;
+                assign(&ddlse, &double.ddlse)?;
+            }
+            Ok(of_inputs.reports.iter().map(spelled).collect())
+        })
+    }
+}
+
+/// Copies a result to the array of a caller.
+///
+/// # Safety
+/// As [`Array::view_mut`].
+unsafe fn assign<T: Element, D: Dimension>(
+    into: &Array<'_>,
+    from: &ndarray::Array<T, D>,
+) -> Result<()> {
+    // SAFETY: as the caller promises
+    let mut view: ArrayViewMut<'_, T, D> = unsafe { into.view_mut()? };
+    if view.shape() != from.shape() {
+        let got = format!("shape {:?}", view.shape());
+        return Err(into.refuse(got, format!("{:?}", from.shape())));
+    }
+    view.assign(from);
+    Ok(())
+}
+
+/// The refusal of second derivatives of tensors in device memory, which their plan repeats.
+#[cfg(feature = "cuda")]
+fn no_second_derivatives() -> Error {
+    Error::unsupported("second_derivatives", "tensors in the memory of a GPU")
 }
 
 /// Reads q, k, v, bias and sinks.
@@ -426,6 +533,28 @@ fn inputs<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Inputs<Array<'py>>> {
         v: needed(arrays, "value")?,
         bias: array(arrays, "bias")?,
         sinks: array(arrays, "softmax_aux")?,
+    })
+}
+
+/// Reads the direction of a JVP or a double backward.
+fn direction<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Inputs<Array<'py>>> {
+    Ok(Inputs {
+        q: needed(arrays, "query_direction")?,
+        k: needed(arrays, "key_direction")?,
+        v: needed(arrays, "value_direction")?,
+        bias: array(arrays, "bias_direction")?,
+        sinks: array(arrays, "softmax_aux_direction")?,
+    })
+}
+
+/// Reads the gradients of inputs, which a pass writes.
+fn gradients<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Gradients<Array<'py>>> {
+    Ok(Gradients {
+        dq: needed(arrays, "dq")?,
+        dk: needed(arrays, "dk")?,
+        dv: needed(arrays, "dv")?,
+        dbias: array(arrays, "dbias")?,
+        dsinks: array(arrays, "dsoftmax_aux")?,
     })
 }
 

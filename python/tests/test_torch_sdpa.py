@@ -303,43 +303,69 @@ def test_transforms_of_reverse_mode(name: str) -> None:
     assert bool((got != 0).any())
 
 
-def dual() -> Any:
+def dual(function: Any) -> Any:
     with forward_ad.dual_level():
-        return loss(ours)(forward_ad.make_dual(X, X))
+        return forward_ad.unpack_dual(loss(function)(forward_ad.make_dual(X, X.cos()))).tangent
 
 
-def twice() -> Any:
+def twice(function: Any) -> Any:
     x = X.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(ours)(x), x, create_graph=True)
-    return torch.autograd.grad(gradient.sum(), x)
+    (gradient,) = torch.autograd.grad(loss(function)(x), x, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), x)[0]
 
 
-REFUSED: dict[str, Any] = {
-    "jvp": lambda: torch.func.jvp(loss(ours), (X,), (X,)),
-    "jacfwd": lambda: torch.func.jacfwd(loss(ours))(X),
-    "linearize": lambda: torch.func.linearize(loss(ours), X),
-    "hessian": lambda: torch.func.hessian(loss(ours))(X),
-    "jvp of a vmap": lambda: torch.func.jvp(torch.vmap(loss(ours)), (STACK,), (STACK,)),
-    "jvp of a gradient": lambda: torch.func.jvp(torch.func.grad(loss(ours)), (X,), (X,)),
-    "dual tensor": dual,
-    "gradient of a gradient": lambda: torch.func.grad(
-        lambda x: torch.func.grad(loss(ours))(x).sum()
+SECOND: dict[str, Any] = {
+    "jvp": lambda f: torch.func.jvp(loss(f), (X,), (X.cos(),))[1],
+    "jacfwd": lambda f: torch.func.jacfwd(loss(f))(X),
+    "linearize": lambda f: torch.func.linearize(loss(f), X)[1](X.cos()),
+    "hessian": lambda f: torch.func.hessian(loss(f))(X),
+    "jvp of a vmap": lambda f: torch.func.jvp(torch.vmap(loss(f)), (STACK,), (STACK,))[1],
+    "vmap of a jvp": lambda f: torch.vmap(lambda t: torch.func.jvp(loss(f), (X,), (t,))[1])(STACK),
+    "jvp of a gradient": lambda f: torch.func.jvp(torch.func.grad(loss(f)), (X,), (X.cos(),))[1],
+    "gradient of a jvp": lambda f: torch.func.grad(
+        lambda x: torch.func.jvp(loss(f), (x,), (x.cos(),))[1]
     )(X),
+    "dual tensor": dual,
+    "gradient of a gradient": lambda f: torch.func.grad(
+        lambda x: torch.func.grad(loss(f))(x).sin().sum()
+    )(X),
+    "jacrev of jacrev": lambda f: torch.func.jacrev(torch.func.jacrev(loss(f)))(X),
     "double backward": twice,
-    "functional.jvp": lambda: torch.autograd.functional.jvp(loss(ours), X, X),
+    "functional.jvp": lambda f: torch.autograd.functional.jvp(loss(f), X, X)[1],
+    "functional.hessian": lambda f: torch.autograd.functional.hessian(loss(f), X),
 }
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
-def test_derivatives_that_do_not_exist_are_errors(name: str, is_compiled: bool) -> None:
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_and_forward_mode(name: str, is_compiled: bool) -> None:
+    """Compiled, they are right or an error."""
     torch._dynamo.reset()
-    if not is_compiled:
-        with pytest.raises(annulus.Unsupported, match="forward mode|double backward"):
-            REFUSED[name]()
-        return
-    with pytest.raises(Exception, match="forward mode|double backward"):
-        torch.compile(REFUSED[name], backend="eager")()
+    want = SECOND[name](theirs)
+    if is_compiled:
+        try:
+            got = torch.compile(SECOND[name], backend="eager")(ours)
+        except Exception as error:
+            assert "forward mode" in str(error) or "double backward" in str(error)
+            return
+    else:
+        got = SECOND[name](ours)
+    assert got.shape == want.shape and torch.allclose(got, want, atol=1e-11)
+    assert bool((got != 0).any())
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "forward mode twice": lambda: torch.func.jacfwd(torch.func.jacfwd(loss(ours)))(X),
+        "a third derivative": lambda: torch.func.grad(
+            lambda x: torch.func.jvp(torch.func.grad(loss(ours)), (x,), (x,))[1].sum()
+        )(X),
+    }.items(),
+)
+def test_derivatives_that_do_not_exist_are_errors(name: str, call: Any) -> None:
+    with pytest.raises(annulus.Unsupported, match=f"^{name}"):
+        call()
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": True}])

@@ -69,6 +69,7 @@ mod workspace {
     pub(crate) mod scratch;
     pub(crate) mod state;
     pub(crate) mod statistics;
+    pub(crate) mod tangents;
 }
 
 mod tile {

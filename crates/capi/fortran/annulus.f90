@@ -165,6 +165,7 @@ module annulus
     integer(c_int32_t) :: has_device = 0
     integer(c_int64_t) :: device = 0
     integer(c_int64_t) :: receive_ahead = 0
+    integer(c_int32_t) :: second_derivatives = 0
     ! options.toml: end
   end type annulus_options
 

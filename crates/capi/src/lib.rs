@@ -31,6 +31,7 @@ mod options;
 mod overlap;
 mod passes;
 mod plan;
+mod second_derivatives;
 mod status;
 mod tensor;
 
@@ -45,5 +46,6 @@ pub use option_fields::*;
 pub use options::*;
 pub use passes::*;
 pub use plan::*;
+pub use second_derivatives::*;
 pub use status::*;
 pub use tensor::*;

@@ -247,6 +247,10 @@ pub struct annulus_options {
     /// less than a step. On a direct route, as many receives are posted as fit into that memory.
     /// Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
     pub receive_ahead: i64,
+    /// Flag: the plan also has a JVP and a double backward: derivatives of the outputs along a
+    /// direction, and gradients of gradients. On the CPU, with the strategy `ring`; not with
+    /// `reproducible`, nor of an output that is not normalised. Default: 0.
+    pub second_derivatives: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -285,7 +289,8 @@ pub(crate) fn set_mathematics(builder: Attention, options: &annulus_options) -> 
         .backward_mode(one_of("backward_mode", options.backward_mode, &BACKWARD_MODES)?)
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
-        .reproducible(flag("reproducible", options.reproducible)?))
+        .reproducible(flag("reproducible", options.reproducible)?)
+        .second_derivatives(flag("second_derivatives", options.second_derivatives)?))
 }
 
 /// Sets the options of division whose form is that of all languages.

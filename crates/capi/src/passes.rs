@@ -164,7 +164,9 @@ pub unsafe extern "C" fn annulus_backward(
 ///
 /// # Safety
 /// As [`Checked::read`], for each.
-unsafe fn inputs([q, k, v, bias, sinks]: [*const annulus_tensor; 5]) -> Result<Inputs<Checked>> {
+pub(crate) unsafe fn inputs(
+    [q, k, v, bias, sinks]: [*const annulus_tensor; 5],
+) -> Result<Inputs<Checked>> {
     // SAFETY: as the caller promises
     unsafe {
         Ok(Inputs {
@@ -297,7 +299,7 @@ unsafe fn view_mut<'a, T: Element, D: Dimension>(
 ///
 /// # Safety
 /// As [`Checked::view`], for each.
-unsafe fn tensors<'a, T: Element>(inputs: &Inputs<Checked>) -> Result<Tensors<'a, T>> {
+pub(crate) unsafe fn tensors<'a, T: Element>(inputs: &Inputs<Checked>) -> Result<Tensors<'a, T>> {
     // SAFETY: as the caller promises
     unsafe {
         Ok(Tensors {

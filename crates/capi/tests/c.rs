@@ -7,7 +7,7 @@ mod common;
 use std::{fs, path::Path};
 
 use annulus::{
-    Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime,
+    Attention, CacheShape, Dims, Division, LocalCache, LocalRing, Runtime, Tensors,
     ndarray::{Array3, Array4, s},
 };
 use common::{PassInputs, Workspace, run, value};
@@ -26,17 +26,31 @@ fn by_rust(ranks: usize) -> Vec<u8> {
     let dlse = Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| {
         value(5, [b, row, head, 0])
     });
-    let mut ring = LocalRing::new(
-        (Attention::new().causal(true), Division::new(), Runtime::new().threads(1)),
-        DIMS,
-        ranks,
-    )
-    .unwrap();
+    let attention = Attention::new().causal(true);
+    let new = |attention| {
+        let setup = (attention, Division::new(), Runtime::new().threads(1));
+        LocalRing::new(setup, DIMS, ranks).unwrap()
+    };
+    let mut ring = new(attention.clone());
     let (tensors, dout) = (inputs.tensors(), inputs.dout.view());
     let forward = ring.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &forward, dout, Some(dlse.view())).unwrap();
     let all = forward.out.iter().chain(&forward.lse);
     let all = all.chain(&gradients.dq).chain(&gradients.dk).chain(&gradients.dv);
+
+    let of = |salt: usize, of: &Array4<f32>| {
+        Array4::from_shape_fn(of.dim(), |(b, row, head, c)| value(salt, [b, row, head, c]))
+    };
+    let direction = [of(6, &inputs.q), of(7, &inputs.k), of(8, &inputs.v)];
+    let [q, k, v] = direction.each_ref().map(|tensor| tensor.view());
+    let direction = Tensors::new(q, k, v);
+    let mut ring = new(attention.second_derivatives(true));
+    let jvp = ring.jvp(&tensors, &direction).unwrap();
+    let double = ring.double_backward(&tensors, dout, Some(dlse.view()), &direction).unwrap();
+    let all = all.chain(&jvp.out).chain(&jvp.lse);
+    let all = all.chain(&double.inputs.dq).chain(&double.inputs.dk).chain(&double.inputs.dv);
+    let all = all.chain(&jvp.out_tangent).chain(&jvp.lse_tangent);
+    let all = all.chain(&double.ddout).chain(&double.ddlse);
     all.flat_map(|number| number.to_ne_bytes()).collect()
 }
 

@@ -3,8 +3,11 @@ under ``torch.compile``, and models whose attention is sharded by the sequence.
 
 ``annulus.flash_attention`` and ``annulus.ring_attention`` route torch tensors here.
 
-Derivatives are those of reverse mode, once, also by ``torch.func`` and ``vmap``. All others, and
-``functionalize``, raise a NotImplementedError. Activation checkpointing recomputes a call with its
+First and second derivatives and forward mode are those of autograd and of ``torch.func``, also with
+``vmap``. Third derivatives, forward mode of forward mode and ``functionalize`` raise a
+NotImplementedError, and so does a second derivative that the plan lacks (``Plan``'s
+``second_derivatives``). A graph of ``torch.compile`` has first derivatives by reverse mode, and
+raises for others. Activation checkpointing recomputes a call with its
 seed of dropout. Saved are the inputs, out, three statistics of each row (four if not normalised)
 and, of bfloat16 and float16 on the CPU, the rounding residual of out, a tensor of its size: without
 it dq and dk are off where keys or queries share a large component.

@@ -17,7 +17,7 @@ from .._agreement import check_communicator, check_equal, gathered
 from .._arrays import check_memory
 from .._calls import BATCH, TENSORS, Arguments, Call
 from .._errors import invalid, unsupported
-from . import _ops
+from . import _derivatives
 
 _FLASH = inspect.signature(_calls.flash_attention).parameters
 _RING = inspect.signature(_calls.ring_attention).parameters
@@ -84,7 +84,7 @@ def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
     given = _calls.with_lists(given)
     if given.get("comm") is not None:
         return _attend_over_ranks(given, draws_seed=draws_seed)
-    return _calls.chosen(given, _ops.apply(*_prepare(given)))
+    return _calls.chosen(given, _derivatives.apply(*_prepare(given)))
 
 
 @torch.compiler.disable
@@ -105,7 +105,7 @@ def _attend_over_ranks(given: Arguments, *, draws_seed: bool) -> Any:
     *inputs, seed, options, forward_only = prepared[0]
     if draws_seed and seed is not None:
         seed = torch.tensor(told[0][1], dtype=torch.int64)
-    return _calls.chosen(given, _ops.apply(*inputs, seed, options, forward_only))
+    return _calls.chosen(given, _derivatives.apply(*inputs, seed, options, forward_only))
 
 
 def _prepare(given: Arguments) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def _prepare(given: Arguments) -> tuple[Any, ...]:
     has_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*tensors, *batch)
     )
-    if given["return_max_sum"] and (has_gradient or _ops.hides_gradients()):
+    if given["return_max_sum"] and (has_gradient or _derivatives.hides_gradients()):
         raise unsupported("return_max_sum", "max and sum have no gradient in torch")
     # a seed without dropout is no reason for another plan
     return *tensors, *batch, seed if given["dropout_prob"] else None, text, not has_gradient

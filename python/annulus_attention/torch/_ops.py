@@ -1,16 +1,15 @@
 """Attention as operators of torch, which ``torch.compile`` puts into its graph unopened.
 
-    annulus::attend           out, lse, max, sum, ties and out_residual; ties is empty if
-                              normalised, out_residual if there is no use for it
-    annulus::attend_backward  dq, dk, dv, then dbias and dsoftmax_aux of those that are given
+    annulus::attend                  out, lse, max, sum, ties and out_residual; ties is empty if
+                                     normalised, out_residual if there is no use for it
+    annulus::attend_backward         dq, dk, dv, then dbias and dsoftmax_aux of those that are given
+    annulus::attend_jvp              tangents of out and lse
+    annulus::attend_double_backward  as attend_backward, then the gradients of dout and dlse
 
 An operator takes tensors and simple types. The options of a call are a text (``_options.py``), and
 its plan comes from a cache (``_plan_cache.py``), so that forward and backward share one. The seed
-of dropout is a tensor, so that a new seed in every step is not a new graph.
-
-``apply`` adds the derivative for ``torch.func``, which differentiates an ``autograd.Function``, but
-no operator that Python defines. Only the reverse mode exists, once: other derivatives raise. Under
-``vmap`` a call is computed for each element in turn.
+of dropout is a tensor, so that a new seed in every step is not a new graph. Under ``vmap`` a call
+is computed for each element in turn. ``_derivatives.py`` adds the derivatives.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import json
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import _options
 from .._arrays import accumulator
-from .._calls import BATCH, Call, Shapes, keeps_out_residual, pass_forward
+from .._calls import BATCH, TENSORS, Call, Shapes, keeps_out_residual, pass_forward
 from .._errors import invalid, unsupported
 from .._plan_cache import plan_for
-from .._results import Forward
+from .._results import Forward, Gradients
 
 _INPUTS = ", ".join(
     (
@@ -35,17 +33,19 @@ _INPUTS = ", ".join(
         "Tensor? dropout_seed, str options, bool forward_only",
     )
 )
-_TENSORS = 5 + len(BATCH)
-"""Tensors of a call and its batch, which the seed, the options and forward_only follow."""
+_READ = 5 + len(BATCH) + 1
+"""Tensors of an operator's inputs: of a call, of its batch, the seed of dropout."""
+_INPUTS_END = _READ + 2
+"""These, the options and forward_only."""
 _LIST_BIAS = 5 + BATCH.index("key_list_bias")
-"""Index of the only tensor of a batch that has a gradient."""
+"""The only tensor of a batch that has a gradient."""
 _STATISTICS = "Tensor lse, Tensor max, Tensor sum, Tensor ties, Tensor out_residual"
 
 
 def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]:
     """Returns call, key of its options, tensors, batch and forward_only of an operator's inputs."""
-    tensors, batch = given[:5], dict(zip(BATCH, given[5:_TENSORS], strict=True))
-    dropout_seed, options, forward_only = given[_TENSORS:]
+    tensors, batch = given[:5], dict(zip(BATCH, given[5 : _READ - 1], strict=True))
+    dropout_seed, options, forward_only = given[_READ - 1 :]
     seed = None
     if dropout_seed is not None:
         if dropout_seed.dtype.is_floating_point or dropout_seed.numel() != 1:
@@ -69,7 +69,7 @@ def attend(*given: Any) -> Any:
         forward = pass_forward(plan, tensors)
     ties = forward.lse.new_empty(0) if forward.ties is None else forward.ties
     residual = forward.out.new_empty(0)
-    if forward.out_residual is not None and _keeps_residual(tensors[0], given[_TENSORS + 1], forward_only):
+    if forward.out_residual is not None and _keeps_residual(tensors[0], given[_READ], forward_only):
         residual = forward.out_residual
     return forward.out, forward.lse, forward.max, forward.sum, ties, residual
 
@@ -83,7 +83,7 @@ def _keeps_residual(query: Any, options: str, forward_only: bool) -> bool:
 @attend.register_fake
 def _(*given: Any) -> Any:
     query, key, value, bias, softmax_aux = given[:5]
-    options, forward_only = given[_TENSORS + 1 :]
+    options, forward_only = given[_READ:]
     shapes = Shapes.of(query, key, value, bias, softmax_aux)
     batch, q_len, q_heads, _ = shapes.query
     acc = getattr(torch, accumulator(shapes.dtype))
@@ -104,9 +104,9 @@ def _(*given: Any) -> Any:
 )
 def attend_backward(*given: Any) -> Any:
     """Computes a backward pass."""
-    call, options, tensors, batch, forward_only = _read(given[: _TENSORS + 3])
+    call, options, tensors, batch, forward_only = _read(given[:_INPUTS_END])
     query, key, value, bias, softmax_aux = tensors
-    out, lse, max, sum, ties, residual, dout, dlse = given[_TENSORS + 3 :]
+    out, lse, max, sum, ties, residual, dout, dlse = given[_INPUTS_END:]
     forward = Forward(
         out,
         lse,
@@ -128,11 +128,10 @@ def attend_backward(*given: Any) -> Any:
             bias=bias,
             softmax_aux=softmax_aux,
         )
-    all = [gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux]
-    if gradients.dlist_bias is not None:
-        of_bias = given[_LIST_BIAS]
-        all.append(torch.from_numpy(gradients.dlist_bias).to(of_bias.dtype))
-    return [gradient for gradient in all if gradient is not None]
+    of_lists = gradients.dlist_bias
+    if of_lists is None:
+        return _given_gradients(gradients)
+    return [*_given_gradients(gradients), torch.from_numpy(of_lists).to(given[_LIST_BIAS].dtype)]
 
 
 @attend_backward.register_fake
@@ -142,6 +141,100 @@ def _(*given: Any) -> Any:
         for tensor in (*given[:5], given[_LIST_BIAS])
         if tensor is not None
     ]
+
+
+_DIRECTION = ", ".join(f"Tensor? {name}_direction" for name in TENSORS)
+"""Tangents or cotangents of the inputs; None is 0."""
+
+
+@torch.library.custom_op(
+    "annulus::attend_jvp",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema=f"({_INPUTS}, {_DIRECTION}) -> (Tensor, Tensor)",
+)
+def attend_jvp(*given: Any) -> Any:
+    """Computes the tangents of out and lse."""
+    call, options, tensors, batch, _ = _read(given[:_INPUTS_END])
+    query, key, value, bias, softmax_aux = tensors
+    tangents = _direction(tensors, given[_INPUTS_END:])
+    with plan_for(options, call, tensors, batch, forward_only=False, of_pass="jvp") as plan:
+        jvp = plan.jvp(
+            query,
+            key,
+            value,
+            *tangents[:3],
+            bias=bias,
+            softmax_aux=softmax_aux,
+            bias_tangent=tangents[3],
+            softmax_aux_tangent=tangents[4],
+        )
+    return jvp.out_tangent, jvp.lse_tangent
+
+
+@attend_jvp.register_fake
+def _(*given: Any) -> Any:
+    query, _, value = given[:3]
+    batch, q_len, q_heads, _ = query.shape
+    acc = getattr(torch, accumulator(str(query.dtype).removeprefix("torch.")))
+    out = query.new_empty((batch, q_len, q_heads, value.shape[3]))
+    return out, query.new_empty((batch, q_heads, q_len), dtype=acc)
+
+
+@torch.library.custom_op(
+    "annulus::attend_double_backward",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema=f"({_INPUTS}, Tensor dout, Tensor dlse, {_DIRECTION}) -> Tensor[]",
+)
+def attend_double_backward(*given: Any) -> Any:
+    """Computes the gradients of the gradients."""
+    call, options, tensors, batch, _ = _read(given[:_INPUTS_END])
+    query, key, value, bias, softmax_aux = tensors
+    dout, dlse = given[_INPUTS_END : _INPUTS_END + 2]
+    dq, dk, dv, dbias, dsoftmax_aux = _direction(tensors, given[_INPUTS_END + 2 :])
+    with plan_for(
+        options, call, tensors, batch, forward_only=False, of_pass="double backward"
+    ) as plan:
+        double = plan.double_backward(
+            query,
+            key,
+            value,
+            dout,
+            dq,
+            dk,
+            dv,
+            dlse,
+            bias=bias,
+            softmax_aux=softmax_aux,
+            dbias_cotangent=dbias,
+            dsoftmax_aux_cotangent=dsoftmax_aux,
+        )
+    return [*_given_gradients(double.inputs), double.ddout, double.ddlse]
+
+
+@attend_double_backward.register_fake
+def _(*given: Any) -> Any:
+    inputs = [tensor for tensor in given[:5] if tensor is not None]
+    return [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for tensor in (*inputs, *given[_INPUTS_END : _INPUTS_END + 2])
+    ]
+
+
+def _given_gradients(gradients: Gradients) -> list[Any]:
+    """Returns the gradients of the inputs that there are."""
+    all = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux)
+    return [gradient for gradient in all if gradient is not None]
+
+
+def _direction(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
+    """Returns a direction, with zeros for query, key and value without one."""
+    filled = [
+        torch.zeros_like(tensor) if part is None else part
+        for tensor, part in zip(tensors[:3], given[:3], strict=True)
+    ]
+    return [*filled, *given[3:]]
 
 
 def _in_turn(operator: Any, elements: int, dims: Any, given: Any) -> list[Any]:
@@ -156,34 +249,38 @@ def _in_turn(operator: Any, elements: int, dims: Any, given: Any) -> list[Any]:
     return [torch.stack(parts) for parts in zip(*outputs, strict=True)]
 
 
-@attend.register_vmap
-def _(info: Any, dims: Any, *given: Any) -> Any:
-    outputs = _in_turn(attend, info.batch_size, dims, given)
-    return tuple(outputs), (0,) * len(outputs)
+def _register_vmap(operator: Any) -> None:
+    """Computes an operator under ``vmap`` for each element in turn."""
+
+    def in_turn(info: Any, dims: Any, *given: Any) -> Any:
+        outputs = _in_turn(operator, info.batch_size, dims, given)
+        # a list where the operator returns one
+        is_tuple = operator in (attend, attend_jvp)
+        return (tuple(outputs), (0,) * len(outputs)) if is_tuple else (outputs, [0] * len(outputs))
+
+    operator.register_vmap(in_turn)
 
 
-@attend_backward.register_vmap
-def _(info: Any, dims: Any, *given: Any) -> Any:
-    outputs = _in_turn(attend_backward, info.batch_size, dims, given)
-    return outputs, [0] * len(outputs)
-
-
-def _backward_of_batched_gradients(*given: Any) -> Any:
-    """Computes ``attend_backward`` for ``torch.autograd.grad(is_grads_batched=True)``, which has a
-    ``vmap`` of its own, without rules of operators.
+def _of_batched_gradients(operator: Any) -> Any:
+    """Returns an operator for ``torch.autograd.grad(is_grads_batched=True)``, which has a ``vmap``
+    of its own, without rules of operators.
     """
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    dims = [0 if _is_batched(value) else None for value in given]
-    given = tuple(
-        value if dim is None else torch._remove_batch_dim(value, level, 1, 0)
-        for value, dim in zip(given, dims, strict=True)
-    )
-    if any(map(_is_batched, given)):
-        raise unsupported("is_grads_batched", "gradients that are batched twice")
-    elements = given[dims.index(0)].shape[0]
-    outputs = _in_turn(attend_backward, elements, dims, given)
-    return [torch._add_batch_dim(output, 0, level) for output in outputs]
+
+    def compute(*given: Any) -> Any:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        dims = [0 if _is_batched(value) else None for value in given]
+        given = tuple(
+            value if dim is None else torch._remove_batch_dim(value, level, 1, 0)
+            for value, dim in zip(given, dims, strict=True)
+        )
+        if any(map(_is_batched, given)):
+            raise unsupported("is_grads_batched", "gradients that are batched twice")
+        elements = given[dims.index(0)].shape[0]
+        outputs = _in_turn(operator, elements, dims, given)
+        return [torch._add_batch_dim(output, 0, level) for output in outputs]
+
+    return compute
 
 
 def _is_batched(value: Any) -> bool:
@@ -191,122 +288,11 @@ def _is_batched(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and bool(legacy(value))
 
 
+for _operator in (attend, attend_backward, attend_jvp, attend_double_backward):
+    _register_vmap(_operator)
 _library = torch.library.Library("annulus", "IMPL")
-_library.impl("attend_backward", _backward_of_batched_gradients, "Batched")
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.options, _ = inputs
-    # only out and lse are returned with a gradient
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
-    """Returns the gradients of the inputs of ``annulus::attend``."""
-    # unpacked once: activation checkpointing frees what it has recomputed
-    saved = ctx.saved_tensors
-    tensors, results = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
-    gradients = iter(compute(*tensors, ctx.options, False, *results, dout, dlse))
-    with_gradient = (*range(5), _LIST_BIAS)
-    of_inputs: list[Any] = [None] * (len(tensors) + 2)
-    for index in with_gradient:
-        if tensors[index] is not None:
-            of_inputs[index] = next(gradients)
-    return tuple(of_inputs)
-
-
-def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
-    return _backward_by(attend_backward, ctx, dout, dlse)
-
-
-def _no_second_derivative(*_: Any) -> Any:
-    raise unsupported("double backward", "attention has first derivatives only")
-
-
-def _no_forward_mode(*_: Any) -> Any:
-    raise unsupported("forward mode", "want reverse mode: backward, torch.func.grad, vjp, jacrev")
-
-
-attend.register_autograd(_backward, setup_context=_setup_context)
-attend_backward.register_autograd(_no_second_derivative)
-
-
-class _Attend(torch.autograd.Function):
-    """``annulus::attend`` with its derivative."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    def forward(*given: Any) -> Any:
-        return attend(*given)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
-        is_traced = torch.compiler.is_compiling()
-        function = _AttendBackward if is_traced else _EagerAttendBackward
-        return _backward_by(function.apply, ctx, dout, dlse)
-
-
-class _AttendBackward(torch.autograd.Function):
-    """``annulus::attend_backward``, which has no derivative."""
-
-    generate_vmap_rule = True
-    backward = staticmethod(_no_second_derivative)
-
-    @staticmethod
-    def forward(*given: Any) -> Any:
-        return tuple(attend_backward(*given))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-
-# a compiler traces no Function with a jvp of its own
-class _EagerAttend(_Attend):
-    jvp = staticmethod(_no_forward_mode)
-
-
-class _EagerAttendBackward(_AttendBackward):
-    jvp = staticmethod(_no_forward_mode)
-
-
-def apply(*given: Any) -> Any:
-    """Computes ``annulus::attend`` with a derivative."""
-    is_transformed = _checked_transforms()
-    if not torch.compiler.is_compiling():
-        return _EagerAttend.apply(*given)
-    return (_Attend.apply if is_transformed else attend)(*given)
-
-
-def _transforms() -> list[str]:
-    """Returns the kinds of the transforms of ``torch.func`` in force, such as ``Grad``."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return [interpreter.key().name for interpreter in stack]
-
-
-@torch.compiler.assume_constant_result
-def hides_gradients() -> bool:
-    """Returns true in a vmap within a grad, where tensors lack their ``requires_grad``."""
-    return {"Grad", "Vmap"} <= set(_transforms())
-
-
-@torch.compiler.assume_constant_result
-def _checked_transforms() -> bool:
-    """Returns true in transforms of ``torch.func``, and refuses those that lose a derivative.
-
-    A compiler calls it as it traces, within the transforms.
-    """
-    kinds = _transforms()
-    if "Functionalize" in kinds:
-        raise unsupported("torch.func.functionalize", "no rule for an autograd.Function")
-    # outside of a graph, autograd.Function refuses tangents and second derivatives itself
-    is_traced = torch.compiler.is_compiling()
-    if "Jvp" in kinds and (is_traced or "Vmap" in kinds):
-        _no_forward_mode()
-    if is_traced and forward_ad._current_level >= 0:
-        _no_forward_mode()
-    if is_traced and kinds.count("Grad") > 1:
-        _no_second_derivative()
-    return bool(kinds)
+for _name, _operator in (
+    ("attend_backward", attend_backward),
+    ("attend_double_backward", attend_double_backward),
+):
+    _library.impl(_name, _of_batched_gradients(_operator), "Batched")

@@ -13,7 +13,6 @@ use annulus_core::{
 };
 use ndarray::{ArrayView4, Axis};
 
-use super::{Chunk, TangentState};
 use crate::{
     simd::{dispatch::Real, element::Float},
     threads::team::Team,
@@ -21,7 +20,10 @@ use crate::{
         geometry::{Geometry, Strip},
         input::{Acc, TileInput, TileSource, array, array_mut},
     },
-    workspace::state::PassState,
+    workspace::{
+        state::PassState,
+        tangents::{Chunk, TangentState},
+    },
 };
 
 /// Sinks of one head and their tangents.

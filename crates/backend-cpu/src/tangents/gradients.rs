@@ -18,10 +18,7 @@ use annulus_core::{
     Tick,
 };
 
-use super::{
-    Chunk, KEY_TILES, RowStatistics, TangentBlock, TangentScratch, TangentTiles, coord,
-    strip_elements,
-};
+use super::{TangentBlock, coord, strip_elements};
 use crate::{
     simd::{
         dispatch::{MAX_REGISTER_ROWS, Real, SimdKernel},
@@ -33,7 +30,6 @@ use crate::{
         team::{Team, Ticker},
     },
     tile::{
-        aligned::Aligned,
         bias::bias_column,
         gemm::{gemm_nn, gemm_rows, gemm_tn},
         geometry::{Geometry, Strip, TileCoord},
@@ -41,57 +37,15 @@ use crate::{
         operands::Previous,
         tile_mask::{TILE, TileMask},
     },
-    workspace::{records::bytes_mut, state::PassState},
+    workspace::{
+        records::bytes_mut,
+        state::PassState,
+        tangents::{
+            Chunk, GradientScratch, KEY_TILES, RowPanel, RowStatistics, TangentScratch,
+            TangentTiles, row_lengths,
+        },
+    },
 };
-
-/// Scratch of one thread for the gradients of a block of keys.
-#[derive(Debug)]
-pub(super) struct GradientScratch<A> {
-    /// Rows of q, q̇ and dout of a strip of queries.
-    rows: [RowPanel<A>; 3],
-    /// Tangents of dk / scale and dv of the block's keys.
-    dk: Aligned<A>,
-    dv: Aligned<A>,
-    /// One product, before it is added to them.
-    product: Aligned<A>,
-}
-
-/// Vectors, one per row, in panels of as many columns as a strip has lanes: the vector operand of
-/// [`gemm_rows`].
-#[derive(Debug)]
-struct RowPanel<A> {
-    elements: Aligned<A>,
-    rows: usize,
-    /// True if no element is NaN or infinite.
-    finite: bool,
-}
-
-impl<A: Real> GradientScratch<A> {
-    pub(super) fn new(geometry: &Geometry, is_double: bool) -> Result<Self> {
-        let wanted = |len: usize| Aligned::zeroed(if is_double { len } else { 0 });
-        let [head, value] = row_lengths::<A>(geometry);
-        let panel = |len: usize| {
-            let elements = wanted(geometry.strip_lanes() * len)?;
-            Ok::<_, Error>(RowPanel { elements, rows: 0, finite: true })
-        };
-        Ok(Self {
-            rows: [panel(head)?, panel(head)?, panel(value)?],
-            dk: wanted(KEY_TILES * TILE * head)?,
-            dv: wanted(KEY_TILES * TILE * value)?,
-            product: wanted(TILE * geometry.strip_lanes())?,
-        })
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        let rows = self.rows.each_ref().map(|panel| panel.elements.bytes());
-        rows.iter().sum::<usize>() + self.dk.bytes() + self.dv.bytes() + self.product.bytes()
-    }
-}
-
-/// Returns head_dim and value_dim as whole vectors.
-fn row_lengths<A: Real>(geometry: &Geometry) -> [usize; 2] {
-    [geometry.dims.head_dim, geometry.dims.value_dim].map(|dim| dim.next_multiple_of(A::WIDTH))
-}
 
 /// Iterates over panels of columns of rows of `len` elements: first column and columns of each.
 fn column_panels(len: usize, lanes: usize) -> impl Iterator<Item = (usize, usize)> {

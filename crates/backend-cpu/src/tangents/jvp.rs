@@ -11,7 +11,7 @@
 
 use annulus_core::{Block, Host, HostView, Result, TangentInputs, Tick};
 
-use super::{Chunk, TangentBlock, TangentScratch, TangentTiles, coord, strip_elements};
+use super::{TangentBlock, coord, strip_elements};
 use crate::{
     simd::{
         dispatch::{Real, SimdKernel},
@@ -21,13 +21,16 @@ use crate::{
     threads::team::{Team, Ticker},
     tile::{
         gemm::gemm_tn,
-        geometry::Strip,
+        geometry::{Strip, TileCoord},
         input::{Acc, TileInput},
         operands::Previous,
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
     },
-    workspace::state::PassState,
+    workspace::{
+        state::PassState,
+        tangents::{Chunk, TangentScratch, TangentTiles},
+    },
 };
 
 /// Attends to one block with all queries.
@@ -107,7 +110,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
         scratch: &mut TangentScratch<Acc<E>>,
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
-        coord: &super::TileCoord,
+        coord: &TileCoord,
     ) {
         let dims = self.geometry.dims;
         let token = self.geometry.token;

@@ -14,9 +14,6 @@
 //! | `gradients.rs` | tangents of dq, dk, dv and dbias, block by block |
 //! | `finish.rs` | what is written at the end of either |
 //!
-//! Memory beyond O(tile) per thread: for each local query and query head 2·value_dim + 5 numbers;
-//! of a double backward head_dim more, and with a bias one number per element of dbias.
-//!
 //! # Source
 //! Derived in `docs/semantics.md`, "Second derivatives".
 
@@ -27,8 +24,8 @@ pub(crate) mod jvp;
 use std::ops::Range;
 
 use annulus_core::{
-    BiasOrder, Block, DType, Element, Host, HostView, QueryTile, RankShard, Result, TangentInputs,
-    TileBits, Visibility, memory,
+    BiasOrder, Block, DType, Element, Host, HostView, RankShard, Result, TangentInputs, TileBits,
+    Visibility,
 };
 use ndarray::ArrayView4;
 
@@ -39,103 +36,20 @@ use crate::{
         vector::{opaque_rows, strip, strip_mut},
     },
     tile::{
-        aligned::{Aligned, list_bytes},
         bias::load_bias,
         gemm::gemm_nn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
-        pack::{Panel, PanelFormat, PanelView, padded},
+        pack::PanelView,
         scores::{MaskFill, Scores},
-        tile_mask::{LaneAxis, TILE, TileMask},
+        tile_mask::{LaneAxis, TileMask},
     },
-    workspace::{query_tiles::QueryTileCache, state::PassState},
+    workspace::{
+        query_tiles::QueryTileCache,
+        state::PassState,
+        tangents::{Chunk, TangentState, TangentTiles},
+    },
 };
-
-/// Queries of a [`Chunk`]: as many share a packed tile of keys. It does not depend on the number
-/// of threads, and neither do the bits.
-const CHUNK_ROWS: usize = 4 * TILE;
-
-/// Tiles of keys in a block of a double backward, which share packed queries: their panels and
-/// gradients take 4·64·(3·head_dim + 3·value_dim) numbers, 0.4 MiB of f32 with dims of 64.
-const KEY_TILES: usize = 4;
-
-/// State of the second derivatives of one plan.
-#[derive(Debug)]
-pub(crate) struct TangentState<A> {
-    geometry: Geometry,
-    /// True if there is memory for a double backward.
-    is_double: bool,
-    /// By owner, then batch row, head and rows. Chunks of one owner add to the same gradients.
-    chunks: Vec<Chunk<A>>,
-    scratch: Vec<TangentScratch<A>>,
-    /// Tangent of dbias, owner by owner: `[b|1, heads|1, local q_len|1, kv_len|1]`.
-    dbias: Aligned<A>,
-    /// Elements of `dbias` of one owner.
-    dbias_len: usize,
-}
-
-/// Some queries of one batch row and head.
-#[derive(Debug)]
-struct Chunk<A> {
-    batch: usize,
-    head: usize,
-    owner: usize,
-    rows: Range<usize>,
-    /// Σ P·keep·v in strips of queries; at the end out.
-    out: Aligned<A>,
-    /// Σ P·keep·(ṡ·v + v̇) in strips; at the end the tangent of out.
-    out_tangent: Aligned<A>,
-    /// Tangent of dq / scale in strips.
-    dq: Aligned<A>,
-    row: RowStatistics<A>,
-}
-
-/// One number of each kind for each query of a chunk. Lanes without a query have probability 0.
-#[derive(Debug)]
-struct RowStatistics<A> {
-    /// Running maximum; at the end +∞ for a row without visible keys and sinks.
-    max: Aligned<A>,
-    /// Running sum ℓ; at the end 1/ℓ.
-    sum: Aligned<A>,
-    /// Σ P·ṡ; at the end the tangent of lse.
-    mean: Aligned<A>,
-    /// ⟨dout, out⟩ − dlse.
-    delta: Aligned<A>,
-    /// ⟨dout, tangent of out⟩.
-    delta_tangent: Aligned<A>,
-}
-
-/// Scratch of one thread.
-#[derive(Debug)]
-struct TangentScratch<A> {
-    /// Rows [k, k̇] and [v, v̇] of some tiles of keys.
-    keys: Panel<A>,
-    values: Panel<A>,
-    /// For each strip of a chunk the lanes of q, q̇ and q again.
-    q_lanes: Aligned<A>,
-    dout_lanes: Aligned<A>,
-    tiles: TangentTiles<A>,
-    rescale: Aligned<A>,
-    gradients: gradients::GradientScratch<A>,
-    chunk_tile: QueryTile,
-    bits: TileBits,
-    whole_mask: TileMask,
-    tile_mask: TileMask,
-}
-
-/// Tiles of [`TILE`] keys × one strip of queries.
-#[derive(Debug)]
-struct TangentTiles<A> {
-    s: Aligned<A>,
-    s_tangent: Aligned<A>,
-    dp: Aligned<A>,
-    dp_tangent: Aligned<A>,
-    slope: Aligned<A>,
-    slope_tangent: Aligned<A>,
-    /// Bias, then dropout factors.
-    extra: Aligned<A>,
-    bias_tangent: Aligned<A>,
-}
 
 /// Prepares the state for a JVP or, with `is_double`, a double backward.
 pub(crate) fn begin<A: Real>(
@@ -160,144 +74,10 @@ pub(crate) fn begin<A: Real>(
     Ok(())
 }
 
-impl<A: Real> TangentState<A> {
-    fn new(
-        shard: &RankShard,
-        geometry: &Geometry,
-        threads: usize,
-        is_double: bool,
-    ) -> Result<Self> {
-        let spec = &*shard.spec;
-        let geometry = geometry.with_tile_aligned_strips().without_pairs();
-        let dims = spec.dims;
-        let len = shard.queries.len();
-        let [b, h, q, k] = spec.bias.unwrap_or_default();
-        let group = dims.group();
-        // planes whose scores share a bias have one owner
-        let batch_is_shared = spec.bias.is_some() && b == 1;
-        let heads_are_shared = spec.bias.is_some() && h == 1;
-        let mut chunks = Vec::new();
-        for batch in 0..dims.batch {
-            for head in 0..dims.q_heads {
-                let of_batch = if batch_is_shared { 0 } else { batch };
-                let of_head = if heads_are_shared { 0 } else { head / group };
-                let owner = of_batch * if heads_are_shared { 1 } else { dims.kv_heads } + of_head;
-                for first in (0..len).step_by(CHUNK_ROWS) {
-                    let rows = first..len.min(first + CHUNK_ROWS);
-                    chunks.push(Chunk::new(&geometry, [batch, head, owner], rows, is_double)?);
-                }
-            }
-        }
-        chunks.sort_by_key(|chunk| (chunk.owner, chunk.batch, chunk.head, chunk.rows.start));
-        let q_rows = if q == 1 { 1 } else { len };
-        let dbias_len = if is_double && spec.bias.is_some() {
-            if heads_are_shared { q_rows * k } else { group * q_rows * k }
-        } else {
-            0
-        };
-        let owners = chunks.last().map_or(0, |last| last.owner + 1);
-        let mut scratch = memory::list("the workspace", threads)?;
-        for _ in 0..threads {
-            scratch.push(TangentScratch::new(&geometry, is_double)?);
-        }
-        let dbias = Aligned::zeroed(owners * dbias_len)?;
-        Ok(Self { geometry, is_double, chunks, scratch, dbias, dbias_len })
-    }
-
-    /// Returns the heap bytes.
-    pub(crate) fn bytes(&self) -> usize {
-        list_bytes(&self.chunks)
-            + self.chunks.iter().map(Chunk::bytes).sum::<usize>()
-            + self.scratch.iter().map(TangentScratch::bytes).sum::<usize>()
-            + self.dbias.bytes()
-    }
-}
-
-impl<A: Real> Chunk<A> {
-    fn new(
-        geometry: &Geometry,
-        [batch, head, owner]: [usize; 3],
-        rows: Range<usize>,
-        is_double: bool,
-    ) -> Result<Self> {
-        let lanes = geometry.lanes(rows.len());
-        let of_dq = if is_double { lanes * geometry.head_rows() } else { 0 };
-        let list = || Aligned::zeroed(lanes);
-        Ok(Self {
-            batch,
-            head,
-            owner,
-            rows,
-            out: Aligned::zeroed(lanes * geometry.value_rows())?,
-            out_tangent: Aligned::zeroed(lanes * geometry.value_rows())?,
-            dq: Aligned::zeroed(of_dq)?,
-            row: RowStatistics {
-                max: list()?,
-                sum: list()?,
-                mean: list()?,
-                delta: list()?,
-                delta_tangent: list()?,
-            },
-        })
-    }
-
-    fn bytes(&self) -> usize {
-        let RowStatistics { max, sum, mean, delta, delta_tangent } = &self.row;
-        let lists = [&self.out, &self.out_tangent, &self.dq, max, sum, mean, delta, delta_tangent];
-        lists.map(Aligned::bytes).iter().sum()
-    }
-}
-
 /// Returns the range of a strip's elements in a list of vectors of `dim` numbers per query.
 fn strip_elements(strip: &Strip, dim: usize) -> Range<usize> {
     let first = strip.rows.start;
     first * dim..(first + strip.width) * dim
-}
-
-impl<A: Real> TangentScratch<A> {
-    fn new(geometry: &Geometry, is_double: bool) -> Result<Self> {
-        let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
-        let tiles = if is_double { KEY_TILES } else { 1 };
-        // kernels read whole register tiles of the second half of a vector
-        let panel =
-            |dim| Panel::with_stride(tiles * TILE, 2 * dim, 2 * padded(dim), PanelFormat::Widened);
-        let lanes = geometry.strip_lanes();
-        let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * lanes } else { 0 });
-        Ok(Self {
-            keys: panel(head)?,
-            values: panel(value)?,
-            q_lanes: Aligned::zeroed(3 * head * CHUNK_ROWS)?,
-            dout_lanes: Aligned::zeroed(if is_double { value * lanes } else { 0 })?,
-            tiles: TangentTiles {
-                s: tile(true)?,
-                s_tangent: tile(true)?,
-                dp: tile(is_double)?,
-                dp_tangent: tile(is_double)?,
-                slope: tile(is_double)?,
-                slope_tangent: tile(is_double)?,
-                extra: tile(true)?,
-                bias_tangent: tile(true)?,
-            },
-            rescale: Aligned::zeroed(lanes)?,
-            gradients: gradients::GradientScratch::new(geometry, is_double)?,
-            chunk_tile: QueryTile::default(),
-            bits: TileBits::default(),
-            whole_mask: TileMask::default(),
-            tile_mask: TileMask::default(),
-        })
-    }
-
-    fn bytes(&self) -> usize {
-        let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } =
-            &self.tiles;
-        let tiles = [s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra];
-        let lists = [&self.q_lanes, &self.dout_lanes, &self.rescale, &self.tiles.bias_tangent];
-        tiles.into_iter().chain(lists).map(Aligned::bytes).sum::<usize>()
-            + self.keys.bytes()
-            + self.values.bytes()
-            + self.gradients.bytes()
-            + self.chunk_tile.bytes()
-    }
 }
 
 /// Inputs that all tasks of a pass over one block read.

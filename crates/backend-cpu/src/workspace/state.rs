@@ -29,7 +29,6 @@ use crate::{
         dispatch::{IsaToken, Real},
         isa::Isa,
     },
-    tangents::TangentState,
     threads::{ordered_reduction::OrderedReduction, team::Team},
     tile::{
         aligned::{Aligned, list_bytes},
@@ -45,6 +44,7 @@ use crate::{
         query_tiles::QueryTileCache,
         scratch::ThreadScratch,
         statistics::RowStatistics,
+        tangents::TangentState,
     },
 };
 

@@ -1,5 +1,6 @@
 /*
- * threads RANKS FILE           both passes over an in-process ring; the results go to FILE
+ * threads RANKS FILE           both passes over an in-process ring, its JVP and its double backward;
+ *                              the results go to FILE
  * threads RANKS FILE MACHINE   decoding with an in-process KV cache; the results go to FILE. A plan
  *                              takes the strategy of the least time on MACHINE
  * threads                      events of every ring step, whose bytes and operations add up to what
@@ -35,6 +36,84 @@ static void attend(int64_t ranks, const char *file) {
   write_results(file, &first);
   free_part(&whole);
   OK(annulus_plan_destroy(plan));
+}
+
+/* Results of the JVP and of the double backward, in the order in which the Rust test has them. */
+typedef struct {
+  float out_tangent[BATCH][LEN][Q_HEADS][VALUE_DIM], lse_tangent[BATCH][Q_HEADS][LEN];
+  float ddout[BATCH][LEN][Q_HEADS][VALUE_DIM], ddlse[BATCH][Q_HEADS][LEN];
+} second_results;
+
+/* The JVP and the double backward along one direction. */
+static void differentiate_twice(int64_t ranks, const char *file) {
+  static second_results second;
+  static results first;
+  part whole = {.count = 0};
+  for (int32_t has = 0; has <= 1; has++) {
+    annulus_options options = case_options();
+    annulus_attention *attention = NULL;
+    annulus_plan *plan = NULL;
+    options.second_derivatives = has;
+    OK(annulus_attention_create(&options, &attention));
+    OK(annulus_plan_create_threads(attention, ranks, &plan));
+    OK(annulus_attention_destroy(attention));
+    if (!has) {
+      OK(annulus_plan_q_rows(plan, whole.rows, LEN, &whole.count));
+      make_part(&whole);
+    }
+    part *p = &whole;
+    float *of_q = numbers(6, p, Q_HEADS, HEAD_DIM), *of_k = numbers(7, p, KV_HEADS, HEAD_DIM);
+    float *of_v = numbers(8, p, KV_HEADS, VALUE_DIM);
+    annulus_tensor q = rows_tensor(p->q, LEN, Q_HEADS, HEAD_DIM);
+    annulus_tensor k = rows_tensor(p->k, LEN, KV_HEADS, HEAD_DIM);
+    annulus_tensor v = rows_tensor(p->v, LEN, KV_HEADS, VALUE_DIM);
+    annulus_tensor q_direction = rows_tensor(of_q, LEN, Q_HEADS, HEAD_DIM);
+    annulus_tensor k_direction = rows_tensor(of_k, LEN, KV_HEADS, HEAD_DIM);
+    annulus_tensor v_direction = rows_tensor(of_v, LEN, KV_HEADS, VALUE_DIM);
+    annulus_tensor out = rows_tensor(p->out, LEN, Q_HEADS, VALUE_DIM);
+    annulus_tensor lse = lse_tensor(p->lse, LEN);
+    annulus_tensor out_tangent = rows_tensor((float *)second.out_tangent, LEN, Q_HEADS, VALUE_DIM);
+    annulus_tensor lse_tangent = lse_tensor((float *)second.lse_tangent, LEN);
+    annulus_jvp_args jvp = {.struct_size = sizeof jvp, .q = &q, .k = &k, .v = &v,
+                            .q_tangent = &q_direction, .k_tangent = &k_direction,
+                            .v_tangent = &v_direction, .out = &out, .lse = &lse,
+                            .out_tangent = &out_tangent, .lse_tangent = &lse_tangent};
+    annulus_tensor dout = rows_tensor(p->dout, LEN, Q_HEADS, VALUE_DIM);
+    annulus_tensor dlse = lse_tensor(p->dlse, LEN);
+    annulus_tensor dq = rows_tensor(p->dq, LEN, Q_HEADS, HEAD_DIM);
+    annulus_tensor dk = rows_tensor(p->dk, LEN, KV_HEADS, HEAD_DIM);
+    annulus_tensor dv = rows_tensor(p->dv, LEN, KV_HEADS, VALUE_DIM);
+    annulus_tensor ddout = rows_tensor((float *)second.ddout, LEN, Q_HEADS, VALUE_DIM);
+    annulus_tensor ddlse = lse_tensor((float *)second.ddlse, LEN);
+    annulus_double_backward_args twice = {
+        .struct_size = sizeof twice, .q = &q, .k = &k, .v = &v, .dout = &dout, .dlse = &dlse,
+        .q_cotangent = &q_direction, .k_cotangent = &k_direction, .v_cotangent = &v_direction,
+        .dq = &dq, .dk = &dk, .dv = &dv, .ddout = &ddout, .ddlse = &ddlse};
+    if (has) {
+      OK(annulus_jvp(plan, &jvp));
+      OK(annulus_double_backward(plan, &twice));
+      /* the derivative along the cotangents is the gradient with respect to dout */
+      CHECK(memcmp(second.ddout, second.out_tangent, sizeof second.ddout) == 0);
+      ddout.dims[3]--;
+      CHECK(annulus_double_backward(plan, &twice) == ANNULUS_INVALID_ARGUMENT);
+      CHECK(strstr(annulus_last_error(), "ddout.dims") != NULL);
+    } else {
+      CHECK(annulus_jvp(plan, &jvp) == ANNULUS_INVALID_ARGUMENT);
+      CHECK(strstr(annulus_last_error(), "second_derivatives") != NULL);
+      CHECK(annulus_double_backward(plan, &twice) == ANNULUS_INVALID_ARGUMENT);
+    }
+    free(of_q);
+    free(of_k);
+    free(of_v);
+    OK(annulus_plan_destroy(plan));
+  }
+  put_part(&first, &whole);
+  free_part(&whole);
+  FILE *appended = fopen(file, "ab");
+  CHECK(appended != NULL);
+  CHECK(fwrite(&first, sizeof first, 1, appended) == 1);
+  CHECK(fwrite(&second, sizeof second, 1, appended) == 1);
+  CHECK(fclose(appended) == 0);
 }
 
 /* Attention over all rows at once, as one plan of one rank. */
@@ -242,6 +321,7 @@ int main(int count, char **arguments) {
     every_step();
   } else if (count == 3) {
     attend(atoi(arguments[1]), arguments[2]);
+    differentiate_twice(atoi(arguments[1]), arguments[2]);
   } else {
     plan_by_machine(arguments[3]);
     reproducible_decoding(atoi(arguments[1]));
