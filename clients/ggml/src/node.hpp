@@ -47,7 +47,7 @@ inline annulus_tensor view(const ggml_tensor *of, int64_t batch, Range rows, Ran
                  static_cast<int64_t>(of->nb[2]) / size, 1});
 }
 
-constexpr int64_t MAX_DIM = 512;  // of head_dim and value_dim in annulus.h
+constexpr int64_t MAX_DIM = 1024;  // of head_dim and value_dim in annulus.h
 
 struct Node {
   explicit Node(const ggml_tensor *node)

@@ -44,9 +44,9 @@ impl Dims {
         }
     }
 
-    /// Largest head dim or value dim. It bounds the shared memory and the registers that kernels
-    /// need for a tile; the limit of FlashAttention is 256.
-    pub const MAX_DIM: usize = 512;
+    /// Largest head dim or value dim. It bounds the memory that a thread needs for a tile, and
+    /// admits the 576 of DeepSeek's latent attention. Backends on GPUs have limits of their own.
+    pub const MAX_DIM: usize = 1024;
 
     /// Creates the dims of multi-head self-attention.
     pub const fn new(batch: usize, len: usize, heads: usize, dim: usize) -> Self {
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(name(Dims { kv_heads: 0, ..good }), "kv_heads");
         assert_eq!(name(Dims { q_heads: 3, ..good }), "q_heads");
         assert_eq!(name(Dims { head_dim: 0, ..good }), "head_dim");
-        assert_eq!(name(Dims { head_dim: 513, ..good }), "head_dim");
+        assert_eq!(name(Dims { head_dim: Dims::MAX_DIM + 1, ..good }), "head_dim");
         assert_eq!(name(Dims { value_dim: 0, ..good }), "value_dim");
         assert_eq!(name(Dims { q_len: usize::MAX, ..good }), "q_len");
         assert_eq!(name(Dims { kv_len: 1 << 60, ..good }), "kv_len");

@@ -150,14 +150,21 @@ impl TileMask {
         self.full || self.words[row] >> lane & 1 != 0
     }
 
-    /// Returns which of the first `lanes` lanes are visible in some, and which in all, of the first
-    /// `rows` rows.
-    pub(crate) fn visible_lanes(&self, rows: usize, lanes: usize) -> (u64, u64) {
-        let all = !0u64 >> (TILE - lanes);
+    /// Returns which of the first `lanes` lanes are visible in some of the first `rows` rows.
+    pub(crate) fn visible_lanes(&self, rows: usize, lanes: usize) -> u64 {
         if self.full {
-            return (all, all);
+            return !0u64 >> (TILE - lanes);
         }
-        self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
+        self.words[..rows].iter().fold(0, |some, word| some | word)
+    }
+
+    /// Returns the lane bits of one row: 0 outside [`TileMask::rows`].
+    pub(crate) fn lane_word(&self, row: usize) -> u64 {
+        match self.full {
+            _ if !self.rows.contains(&row) => 0,
+            true => !0,
+            false => self.words[row],
+        }
     }
 
     /// Returns for each vector of lanes of a strip a range of rows that holds its visible pairs;
@@ -311,13 +318,14 @@ mod tests {
     }
 
     #[test]
-    fn lanes_are_visible_in_some_or_all_rows() {
+    fn lanes_are_visible_in_some_rows() {
         let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
         let tile_mask = TileMask { words, rows: 0..2, full: false, row_ranges: None };
-        assert_eq!(tile_mask.visible_lanes(2, 4), (0b1110, 0b0100));
+        assert_eq!(tile_mask.visible_lanes(2, 4), 0b1110);
+        assert_eq!([0, 1, 2].map(|row| tile_mask.lane_word(row)), [0b1100, 0b0110, 0]);
         // a row without a visible pair
-        assert_eq!(TileMask { words: [0; TILE], ..tile_mask }.visible_lanes(2, 64), (0, 0));
-        assert_eq!(TileMask::default().visible_lanes(3, 5), (0b11111, 0b11111));
+        assert_eq!(TileMask { words: [0; TILE], ..tile_mask }.visible_lanes(2, 64), 0);
+        assert_eq!(TileMask::default().visible_lanes(3, 5), 0b11111);
     }
 
     #[test]
