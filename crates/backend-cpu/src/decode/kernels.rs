@@ -22,9 +22,7 @@ use crate::{
         isa::prefetch_l2,
         vector::{MAX_LANES, Vector, unrolled},
     },
-    tile::{
-        input::{Plane, TileInput, TileSource},
-    },
+    tile::input::{Plane, TileInput, TileSource},
     workspace::decode::{MAX_PACKED, ONE, PackedQueries, TWO},
 };
 
