@@ -1,7 +1,7 @@
 // Times FLASH_ATTN_EXT of ggml's CPU backend and of annulus in turns, in one process, with the mask
 // of a model: query i of the last queries attends to keys 0 .. keys - queries + i.
 //
-//   usage: GGML_BACKEND_PATH=libggml-annulus.so rates [PAIRS [THREADS [QUERIES]]]
+//   usage: GGML_BACKEND_PATH=libggml-annulus.so rates [PAIRS [THREADS [QUERIES [TYPE [DIM]]]]]
 //
 // Prints the median milliseconds of CPU time of all threads.
 #include <ggml-backend.h>
@@ -13,11 +13,13 @@
 #include <cstdlib>
 #include <ctime>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace {
 
-constexpr int64_t DIM = 128, HEADS = 32, KV_HEADS = 8, KEYS = 8192;
+constexpr int64_t HEADS = 32, KV_HEADS = 8, KEYS = 8192;
+int64_t DIM = 128;
 
 double cpu_ms() {
   timespec now;
@@ -96,11 +98,12 @@ void run(ggml_backend_t cpu, ggml_backend_t annulus, ggml_type type, int64_t que
 int main(int count, char **arguments) {
   const int pairs = count > 1 ? std::atoi(arguments[1]) : 3;
   const int threads = count > 2 ? std::atoi(arguments[2]) : 1;
+  if (count > 5) DIM = std::atoi(arguments[5]);
   ggml_backend_load_all();
   const ggml_backend_ptr cpu = open("CPU", threads), annulus = open("ANNULUS", threads);
   for (int64_t queries : {1, 8, 512}) {
     if (count > 3 && queries != std::atoi(arguments[3])) continue;
     for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_BF16})
-      run(cpu.get(), annulus.get(), type, queries, queries < 100 ? 3 * pairs : pairs);
+      if (count <= 4 || std::string(arguments[4]) == ggml_type_name(type)) run(cpu.get(), annulus.get(), type, queries, queries < 100 ? 3 * pairs : pairs);
   }
 }

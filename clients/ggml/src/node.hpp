@@ -47,7 +47,10 @@ inline annulus_tensor view(const ggml_tensor *of, int64_t batch, Range rows, Ran
                  static_cast<int64_t>(of->nb[2]) / size, 1});
 }
 
-constexpr int64_t MAX_DIM = 512;  // of head_dim and value_dim in annulus.h
+constexpr int64_t MAX_DIM = 1024;  // of head_dim and value_dim in annulus.h
+
+// Below it annulus has kernels that read each key once, for all heads.
+constexpr int64_t FEW_QUERIES = 16;
 
 struct Node {
   explicit Node(const ggml_tensor *node)
@@ -59,7 +62,8 @@ struct Node {
     std::memcpy(parameters, node->op_params, sizeof parameters);
     scale = parameters[0], max_bias = parameters[1], cap = parameters[2];
     dtype = k->type == v->type ? annulus_dtype(k->type) : 0;
-    widens = dtype == 0;
+    // with many queries, tiles of f32 in place are faster than tiles that are packed
+    widens = dtype == 0 || (dtype != ANNULUS_F32 && queries >= FEW_QUERIES);
     if (widens) dtype = ANNULUS_F32;
   }
 

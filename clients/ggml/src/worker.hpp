@@ -8,11 +8,11 @@
 
 #include <limits>
 #include <map>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 namespace ggml_annulus {
-
-// Below it annulus has kernels that read each key once, for all heads.
-constexpr int64_t FEW_QUERIES = 16;
 
 // A result: queries are `row` elements of out apart, heads `queries` elements of lse.
 struct Partial {
@@ -38,6 +38,17 @@ struct Partial {
       }
   }
 };
+
+// Converts f16 to f32; ggml has vector instructions for that in its CPU backend only.
+inline void f16_to_f32(const void *from, float *into, int64_t count) {
+  const auto *halves = static_cast<const ggml_fp16_t *>(from);
+#ifdef __F16C__
+  for (; count >= 8; count -= 8, halves += 8, into += 8)
+    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128(
+                               reinterpret_cast<const __m128i *>(halves))));
+#endif
+  ggml_fp16_to_fp32_row(halves, into, count);
+}
 
 struct Task {
   int64_t batch, chunk;            // chunk: its first query
@@ -86,7 +97,8 @@ class Worker {
   // Copies K or V of a task to f32, [heads, rows, dim].
   static annulus_tensor widened(std::vector<float> &into, const ggml_tensor *of, const Task &task) {
     const int64_t dim = of->ne[0], rows = task.keys.size(), heads = task.kv_heads.size();
-    const auto to_float = ggml_get_type_traits(of->type)->to_float;
+    const auto to_float = of->type == GGML_TYPE_F16 ? f16_to_f32
+                                                    : ggml_get_type_traits(of->type)->to_float;
     into.resize(heads * rows * dim);
     float *to = into.data();
     for (int64_t head = task.kv_heads.first; head < task.kv_heads.end; head++)

@@ -430,11 +430,11 @@ typedef struct annulus_options {
    */
   int64_t kv_heads;
   /**
-   * Elements of a query and of a key, 1 to 512.
+   * Elements of a query and of a key, 1 to 1024.
    */
   int64_t head_dim;
   /**
-   * Elements of a value and of an output, 1 to 512.
+   * Elements of a value and of an output, 1 to 1024.
    */
   int64_t value_dim;
   /**

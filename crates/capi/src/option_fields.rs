@@ -126,9 +126,9 @@ pub struct annulus_options {
     pub q_heads: i64,
     /// Key and value heads, at least 1.
     pub kv_heads: i64,
-    /// Elements of a query and of a key, 1 to 512.
+    /// Elements of a query and of a key, 1 to 1024.
     pub head_dim: i64,
-    /// Elements of a value and of an output, 1 to 512.
+    /// Elements of a value and of an output, 1 to 1024.
     pub value_dim: i64,
     /// Element type of q, k, v, out and their gradients: ANNULUS_F32 (default), ANNULUS_F64,
     /// ANNULUS_F16 or ANNULUS_BF16.

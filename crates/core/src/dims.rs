@@ -44,9 +44,9 @@ impl Dims {
         }
     }
 
-    /// Largest head dim or value dim. It bounds the shared memory and the registers that kernels
-    /// need for a tile; the limit of FlashAttention is 256.
-    pub const MAX_DIM: usize = 512;
+    /// Largest head dim or value dim. It bounds the memory that a thread needs for a tile, and
+    /// admits the 576 of DeepSeek's latent attention. Backends on GPUs have limits of their own.
+    pub const MAX_DIM: usize = 1024;
 
     /// Creates the dims of multi-head self-attention.
     pub const fn new(batch: usize, len: usize, heads: usize, dim: usize) -> Self {

@@ -22,10 +22,7 @@ use crate::{
         isa::prefetch_l2,
         vector::{MAX_LANES, Vector, unrolled},
     },
-    tile::{
-        input::{Plane, TileInput, TileSource},
-        tile_mask::TileMask,
-    },
+    tile::input::{Plane, TileInput, TileSource},
     workspace::decode::{MAX_PACKED, ONE, PackedQueries, TWO},
 };
 
@@ -38,7 +35,6 @@ const KEY_UNROLL: usize = 4;
 pub(crate) struct DecodeTile {
     pub(crate) batch: usize,
     pub(crate) kv_heads: usize,
-    pub(crate) queries: usize,
     /// Packed rows of a KV head.
     pub(crate) packed: PackedQueries,
     pub(crate) first_key: usize,
@@ -294,9 +290,8 @@ pub(crate) struct PvSums<'a, 's, E: TileInput> {
     pub(crate) prefetch: PrefetchStream<'a, 's, E>,
     pub(crate) probs: &'a [E::Accumulator],
     pub(crate) out: &'a mut [E::Accumulator],
-    pub(crate) tile_mask: &'a TileMask,
-    /// Bits of the keys that all queries attend to.
-    pub(crate) all: u64,
+    /// `[packed rows]`: bits of the keys that are visible.
+    pub(crate) visible: &'a [u64],
 }
 
 impl<E: TileInput> SimdKernel<E::Accumulator> for PvSums<'_, '_, E> {
@@ -335,19 +330,21 @@ impl<E: TileInput> PvSums<'_, '_, E> {
         keys: &Range<usize>,
         (start, block): (usize, usize),
     ) {
-        let DecodeTile { first_key, width, queries, .. } = *self.tile;
+        let DecodeTile { first_key, width, .. } = *self.tile;
         let padded_dim = self.dim.next_multiple_of(V::WIDTH);
         let packed = start + block..start + block + PACKED;
         let probs = &self.probs[packed.start * width..packed.end * width];
         let out = &mut self.out[packed.start * padded_dim..packed.end * padded_dim];
+        let words = &self.visible[packed];
+        let all = words.iter().fold(!0, |all, word| all & word);
         let mut key = keys.start;
         while key < keys.end {
             let row = first_key + key;
             let probs = (&probs[key..], width);
-            // several keys at once require that all queries attend to all of them
+            // several keys at once require that all packed rows attend to all of them
             if ROWS >= KEY_UNROLL
                 && key + KEY_UNROLL <= keys.end
-                && self.all >> key & ((1 << KEY_UNROLL) - 1) == (1 << KEY_UNROLL) - 1
+                && all >> key & ((1 << KEY_UNROLL) - 1) == (1 << KEY_UNROLL) - 1
             {
                 let Some(values) = head.get::<KEY_UNROLL>(row) else { return };
                 add_values::<E, V, KEY_UNROLL, PACKED>(out, probs, values, [true; PACKED]);
@@ -355,11 +352,9 @@ impl<E: TileInput> PvSums<'_, '_, E> {
                 key += KEY_UNROLL;
             } else {
                 let mut visible = [true; PACKED];
-                if self.all >> key & 1 == 0 {
-                    // a masked value may be NaN, and 0·NaN is NaN
-                    for (visible, packed_row) in visible.iter_mut().zip(block..block + PACKED) {
-                        *visible = self.tile_mask.visible(packed_row % queries, key);
-                    }
+                // a masked value may be NaN, and 0·NaN is NaN
+                for (visible, word) in visible.iter_mut().zip(words) {
+                    *visible = word >> key & 1 != 0;
                 }
                 let Some(values) = head.get::<ONE>(row) else { return };
                 add_values::<E, V, ONE, PACKED>(out, probs, values, visible);

@@ -48,8 +48,8 @@ use crate::{
 impl<A: Real> Decode<A> {
     /// Attends to a block with all queries and merges the result into `blocks`.
     ///
-    /// Returns false, and does nothing, if vectors of K or V are not contiguous, if heads have
-    /// different masks, or if there is a bias.
+    /// Returns false, and does nothing, if vectors of K or V are not contiguous, or if heads have
+    /// different masks.
     pub(crate) fn attend<E: TileInput<Accumulator = A>>(
         &mut self,
         pass: &ForwardQueryPass<'_, E>,
@@ -62,7 +62,6 @@ impl<A: Real> Decode<A> {
         let len = pass.visibility.keys.len();
         if len == 0
             || pass.visibility.per_head()
-            || pass.scores.has_bias()
             || pass.k.plane(0, 0).slice(0).is_none()
             || pass.v.plane(0, 0).slice(0).is_none()
         {
@@ -179,16 +178,15 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
     ) {
         let token = self.geometry.token;
         let dims = self.geometry.dims;
-        let ThreadScratch { decode, tiles, tile_mask, .. } = scratch;
+        let ThreadScratch { decode, tiles, tile_mask, head_mask, .. } = scratch;
         let queries = self.visibility.queries.len();
         let packed = PackedQueries::of_group(self.geometry, queries);
-        let (some, all) = tile_mask.visible_lanes(queries, keys.len());
+        let some = tile_mask.visible_lanes(queries, keys.len());
         let visible_keys = some.trailing_zeros() as usize..TILE - some.leading_zeros() as usize;
         let width = tile_keys(self.geometry);
         let tile = DecodeTile {
             batch,
             kv_heads: dims.kv_heads,
-            queries,
             packed,
             first_key: keys.start,
             keys: visible_keys,
@@ -220,9 +218,18 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
                 vectors,
                 width,
             };
-            // decode runs without a bias, so the mask does not change
-            self.scores.finish(&coord, tile_mask, scores, None, &mut tiles.extra);
-            let rows = tile_mask.rows().clone();
+            // a bias of −∞ hides pairs of one head
+            let head_mask = if self.scores.has_bias() {
+                head_mask.clone_from(tile_mask);
+                &mut *head_mask
+            } else {
+                &mut *tile_mask
+            };
+            self.scores.finish(&coord, head_mask, scores, None, &mut tiles.extra);
+            for (query, visible) in decode.visible[head_start..][..queries].iter_mut().enumerate() {
+                *visible = head_mask.lane_word(query);
+            }
+            let rows = head_mask.rows().clone();
             let probs = &mut scores[coord.span(&rows)];
             probs
                 .chunks_exact_mut(width)
@@ -260,8 +267,7 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             prefetch: PrefetchStream { source: &self.k, after: width },
             probs: &decode.tile,
             out: &mut partial.sums,
-            tile_mask,
-            all,
+            visible: &decode.visible,
         };
         Acc::<E>::run_kernel(token, 1, sums);
     }

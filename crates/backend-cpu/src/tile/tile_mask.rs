@@ -150,14 +150,21 @@ impl TileMask {
         self.full || self.words[row] >> lane & 1 != 0
     }
 
-    /// Returns which of the first `lanes` lanes are visible in some, and which in all, of the first
-    /// `rows` rows.
-    pub(crate) fn visible_lanes(&self, rows: usize, lanes: usize) -> (u64, u64) {
-        let all = !0u64 >> (TILE - lanes);
+    /// Returns which of the first `lanes` lanes are visible in some of the first `rows` rows.
+    pub(crate) fn visible_lanes(&self, rows: usize, lanes: usize) -> u64 {
         if self.full {
-            return (all, all);
+            return !0u64 >> (TILE - lanes);
         }
-        self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
+        self.words[..rows].iter().fold(0, |some, word| some | word)
+    }
+
+    /// Returns the lane bits of one row: 0 outside [`TileMask::rows`].
+    pub(crate) fn lane_word(&self, row: usize) -> u64 {
+        match self.full {
+            _ if !self.rows.contains(&row) => 0,
+            true => !0,
+            false => self.words[row],
+        }
     }
 
     /// Returns for each vector of lanes of a strip a range of rows that holds its visible pairs;
@@ -294,6 +301,33 @@ mod tests {
         let one_vector = std::array::from_fn(|key| causal[key] & 0xff << 16);
         assert_eq!(of(one_vector, 3..24, 64, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
         assert!(of([0x8000_8000_8000_8000; TILE], 5..9, 64, 16).is_none());
+    }
+
+    #[test]
+    fn a_strip_has_the_bits_of_its_lanes() {
+        // rows 2..60: lanes 8.. see all rows, lanes 0..8 the rows from 20 on, lane 40 none
+        let words = std::array::from_fn(|row| match row {
+            2..20 => !0xff & !(1 << 40),
+            20..60 => !(1 << 40),
+            _ => 0,
+        });
+        let whole = TileMask { words, rows: 2..60, full: false, row_ranges: None };
+        let mut strip = TileMask::default();
+        for first in (0..TILE).step_by(8) {
+            let lanes = 128 + first..128 + first + 8;
+            assert!(whole.strip(&lanes, 8, &mut strip));
+            assert_eq!(*strip.rows(), if first == 0 { 20..60 } else { 2..60 });
+            assert_eq!(strip.words().is_some(), first == 40, "lanes from {first} on");
+            for row in strip.rows().clone() {
+                for lane in 0..8 {
+                    assert_eq!(strip.visible(row, lane), whole.visible(row, first + lane));
+                }
+            }
+        }
+        // lanes without a visible pair
+        assert!(!whole.strip(&(40..41), 8, &mut strip));
+        assert!(TileMask { rows: 3..9, ..TileMask::default() }.strip(&(5..6), 8, &mut strip));
+        assert!(strip.words().is_none() && *strip.rows() == (3..9));
     }
 
     #[test]

@@ -113,6 +113,8 @@ pub(crate) struct DecodeScratch<A> {
     pub(crate) products: Aligned<A>,
     /// `[packed rows]`: e^{m − m'}, by which the accumulator is rescaled.
     pub(crate) rescale: Aligned<A>,
+    /// `[packed rows]`: bits of the visible keys of a tile.
+    pub(crate) visible: Vec<u64>,
 }
 
 /// True if a pass of `queries` queries runs as split-KV decode.
@@ -138,8 +140,9 @@ pub(crate) const fn tile_keys(geometry: &Geometry) -> usize {
 impl<A: Real> DecodeScratch<A> {
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let Self { q, tile, products, rescale } = self;
-        [q, tile, products, rescale].map(Aligned::bytes).iter().sum()
+        let Self { q, tile, products, rescale, visible } = self;
+        let arrays = [q, tile, products, rescale].map(Aligned::bytes);
+        arrays.iter().sum::<usize>() + list_bytes(visible)
     }
 
     /// Allocates scratch for `queries` queries (0: none).
@@ -150,6 +153,7 @@ impl<A: Real> DecodeScratch<A> {
             tile: Aligned::zeroed(packed * tile_keys(geometry))?,
             products: Aligned::zeroed(packed.min(MAX_PACKED) * A::WIDTH * A::WIDTH)?,
             rescale: Aligned::zeroed(packed)?,
+            visible: vec![0; packed],
         })
     }
 }

@@ -67,10 +67,23 @@ fn rounded_probs_are_within_twice_the_error_of_plain_bf16() {
 
 #[test]
 fn every_instruction_set_is_about_as_accurate_as_the_portable_one() {
-    for (number, dtype) in
-        [DType::F32, DType::F32, DType::F64, DType::Bf16, DType::F16].into_iter().enumerate()
+    let small = Dims::new(1, 200, 2, 64);
+    // those of DeepSeek's latent attention, and the limit
+    let latent = Dims::new(1, 70, 1, 576).value_dim(512);
+    let largest = Dims::new(1, 70, 1, Dims::MAX_DIM);
+    for (number, (dtype, dims)) in [
+        (DType::F32, small),
+        (DType::F32, small),
+        (DType::F64, small),
+        (DType::Bf16, small),
+        (DType::F16, small),
+        (DType::F16, latent),
+        (DType::Bf16, largest),
+    ]
+    .into_iter()
+    .enumerate()
     {
-        let mut spec = Spec::new(Dims::new(1, 200, 2, 64), dtype);
+        let mut spec = Spec::new(dims, dtype);
         spec.mask = Arc::new(mask::Causal::default());
         spec.soft_cap = (number == 1).then_some(5.0);
         let case = support::case(spec, &mut Draw::new(950 + number as u64));

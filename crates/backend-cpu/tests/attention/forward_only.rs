@@ -49,6 +49,13 @@ fn long(seed: u64, dtype: DType) -> Case {
     spec.soft_cap = (seed % 4 == 1).then_some(3.0);
     spec.dropout = (seed % 4 == 2).then_some(Dropout { probability: 0.3, seed });
     spec.sinks = (seed % 3 == 1).then_some(SinkShape { per_head: true, count: 2 });
+    spec.bias = match seed % 5 {
+        0 => Some([2, 4, q_len, 1500]),
+        1 => Some([1, 1, 1, 1500]),
+        2 => Some([1, 4, q_len, 1500]),
+        3 => None,
+        _ => Some([2, 1, q_len, 1]),
+    };
     spec.mask = match seed % 3 {
         0 => Arc::new(mask::Everything),
         1 => Arc::new(mask::Causal::default()),
@@ -106,8 +113,15 @@ fn few_queries_over_many_keys() {
 
 #[test]
 fn few_queries_propagate_only_visible_nans() {
-    for dtype in [DType::F32, DType::F64] {
+    for (dtype, biased) in [(DType::F32, false), (DType::F32, true), (DType::F64, false)] {
         let mut clean = long(3, dtype);
+        if biased {
+            // hides a key from query head 2 alone
+            let mut bias = Array4::zeros((1, 4, 1, 1500));
+            bias[[0, 2, 0, 900]] = f64::NEG_INFINITY;
+            clean.spec.bias = Some([1, 4, 1, 1500]);
+            clean.bias = Some(bias);
+        }
         let ids =
             |len: usize| Array2::from_shape_fn((2, len), |(_, i)| if i % 7 == 3 { -1 } else { 0 });
         let q_len = clean.spec.dims.q_len;
@@ -137,10 +151,8 @@ fn few_queries_propagate_only_visible_nans() {
             for ((index, got), want) in out.indexed_iter().zip(&want.0) {
                 // query heads 2 and 3 read KV head 1
                 let (b, _, head, element) = index;
-                assert!(
-                    if b == 1 && head >= 2 && element == 2 { got.is_nan() } else { got == want },
-                    "{index:?}"
-                );
+                let visible = b == 1 && (head == 3 || head == 2 && !biased) && element == 2;
+                assert!(if visible { got.is_nan() } else { got == want }, "{index:?} {biased}");
             }
         }
     }

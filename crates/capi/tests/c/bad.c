@@ -47,7 +47,7 @@ static void options_are_checked(void) {
   BAD_OPTION(kv_len, INT64_MIN, "kv_len");
   BAD_OPTION(q_heads, 3, "q_heads");
   BAD_OPTION(kv_heads, 0, "kv_heads");
-  BAD_OPTION(head_dim, 513, "head_dim");
+  BAD_OPTION(head_dim, 1025, "head_dim");
   BAD_OPTION(value_dim, 0, "value_dim");
   BAD_OPTION(dtype, 0, "dtype");
   BAD_OPTION(dtype, ANNULUS_I32, "dtype");

@@ -248,10 +248,10 @@ pub(crate) struct ShapeFlags {
     /// KV heads. Default: as many as query heads
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) kv_heads: Option<usize>,
-    /// Dim of queries and keys, 1 to 512
+    /// Dim of queries and keys, 1 to 1024
     #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
     pub(crate) head_dim: usize,
-    /// Dim of values, 1 to 512. Default: that of queries
+    /// Dim of values, 1 to 1024. Default: that of queries
     #[arg(long, value_name = "N", value_parser = dim)]
     pub(crate) value_dim: Option<usize>,
 }

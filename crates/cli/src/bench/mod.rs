@@ -64,7 +64,7 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',',
         value_parser = count)]
     ns: Vec<usize>,
-    /// Head dims, 1 to 512
+    /// Head dims, 1 to 1024
     #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',',
         value_parser = dim)]
     ds: Vec<usize>,

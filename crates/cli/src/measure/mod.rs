@@ -49,7 +49,7 @@ pub(crate) struct MeasureFlags {
     /// Element types
     #[arg(long, value_parser = dtype(), default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DType>,
-    /// Head dims, 1 to 512
+    /// Head dims, 1 to 1024
     #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',',
         value_parser = dim)]
     ds: Vec<usize>,

@@ -419,10 +419,10 @@ fn pages_that_are_no_nodes_of_the_tree_are_refused() {
             matches!(error, Error::InvalidArgument { argument, .. } if argument == "page_rows");
         assert!(named, "{page_rows}");
     }
-    let wide = CacheShape::new(1, 1, 8).value_dim(512);
+    let wide = CacheShape::new(1, 1, 8).value_dim(1024);
     let error = LocalCache::new(&attention, &Runtime::new(), wide, 1).unwrap_err().to_string();
-    assert_eq!(error, "value_dim: got 512, want at most 511 in the reproducible order");
-    assert!(LocalCache::new(&attention, &Runtime::new(), wide.value_dim(511), 1).is_ok());
+    assert_eq!(error, "value_dim: got 1024, want at most 1023 in the reproducible order");
+    assert!(LocalCache::new(&attention, &Runtime::new(), wide.value_dim(1023), 1).is_ok());
     assert_eq!(
         LocalCache::new(&attention, &Runtime::new(), SHAPE, 2).unwrap().page_rows(),
         LEAF_ROWS
