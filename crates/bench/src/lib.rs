@@ -1,7 +1,6 @@
-//! Parameters, clocks, random inputs, documents and comparisons that the programs share.
+//! Parameters, clocks, random inputs and comparisons that the programs share.
 
 pub mod comparison;
-pub mod distributions;
 
 use std::{collections::BTreeMap, str::FromStr};
 

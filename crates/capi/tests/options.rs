@@ -217,34 +217,31 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
 }
 
 struct Case {
-    name: &'static str,
+    name: String,
     dims: Dims,
-    options: Change,
+    options: Box<dyn Fn(&mut annulus_options)>,
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
     setup: Setup,
     batch: Batch,
-    /// True if the option must change no more than the order of rounding.
-    same: bool,
     backend: BackendName,
 }
 
 impl Case {
-    fn new(name: &'static str, options: Change, setup: impl Into<Setup>) -> Self {
+    fn new(
+        name: impl Into<String>,
+        options: impl Fn(&mut annulus_options) + 'static,
+        setup: impl Into<Setup>,
+    ) -> Self {
         Self {
-            name,
+            name: name.into(),
             dims: DIMS,
-            options,
+            options: Box::new(options),
             add: |_| {},
             setup: setup.into(),
             batch: Batch::default(),
-            same: false,
             backend: BackendName::Cpu,
         }
-    }
-
-    fn same(self) -> Self {
-        Self { same: true, ..self }
     }
 }
 
@@ -275,16 +272,16 @@ fn masks() -> Vec<Case> {
     let new = Attention::new;
     let longer = Dims { kv_len: 31, ..DIMS };
     vec![
-        Case::new("causal", |o| o.causal = 1, new().causal(true)),
-        Case::new("window_left", |o| o.window_left = 3, new().sliding_window(3, None)),
-        Case::new("window_right", |o| o.window_right = 2, new().sliding_window(None, 2)),
         Case::new(
-            "attention_sink_size",
-            |o| (o.window_left, o.attention_sink_size) = (3, 2),
-            new().sliding_window(3, None).attention_sink_size(2),
+            "a window",
+            |o| (o.window_left, o.window_right, o.attention_sink_size) = (3, 2, 2),
+            new().sliding_window(3, 2).attention_sink_size(2),
         ),
-        Case::new("chunk_size", |o| o.chunk_size = 5, new().chunk_size(5)),
-        Case::new("prefix_len", |o| o.prefix_len = 4, new().prefix_len(4)),
+        Case::new(
+            "chunk_size and prefix_len",
+            |o| (o.chunk_size, o.prefix_len) = (5, 4),
+            new().chunk_size(5).prefix_len(4),
+        ),
         Case::new("prefix_len of 0", |o| o.prefix_len = 0, new().prefix_len(0)),
         Case {
             dims: longer,
@@ -352,28 +349,32 @@ fn scores() -> Vec<Case> {
     let [batch, heads, queries, keys] = [DIMS.batch, DIMS.q_heads, DIMS.q_len, DIMS.kv_len];
     vec![
         Case::new(
-            "softmax_scale",
-            |o| (o.has_softmax_scale, o.softmax_scale) = (1, -0.5),
-            new().softmax_scale(-0.5),
+            "softmax_scale, logits_soft_cap, bias and sinks",
+            |o| {
+                (o.has_softmax_scale, o.softmax_scale, o.logits_soft_cap) = (1, -0.5, 0.75);
+                o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len];
+                o.sinks = 2;
+            },
+            new()
+                .softmax_scale(-0.5)
+                .logits_soft_cap(0.75)
+                .bias([batch, heads, queries, keys])
+                .softmax_aux(SinkShape::shared(2)),
         ),
         Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
-        Case::new("logits_soft_cap", |o| o.logits_soft_cap = 0.75, new().logits_soft_cap(0.75)),
         Case::new(
-            "bias",
-            |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
-            new().bias([batch, heads, queries, keys]),
-        ),
-        Case::new(
-            "a bias that is broadcast, before the cap",
+            "a bias that is broadcast, before the cap, of rounded logits",
             |o| {
                 o.bias_dims = [1, o.q_heads, 1, o.kv_len];
                 o.logits_soft_cap = 0.5;
                 o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
+                o.logits_dtype = ANNULUS_BF16;
             },
             new()
                 .bias([1, heads, 1, keys])
                 .logits_soft_cap(0.5)
-                .bias_order(BiasOrder::BeforeSoftCap),
+                .bias_order(BiasOrder::BeforeSoftCap)
+                .logits_dtype(DType::Bf16),
         ),
         Case {
             // SAFETY: as of the masks
@@ -403,22 +404,13 @@ fn scores() -> Vec<Case> {
                 ))),
             )
         },
-        Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2))),
         Case::new(
-            "sinks_per_head",
-            |o| (o.sinks, o.sinks_per_head) = (1, 1),
-            new().softmax_aux(SinkShape::per_head(1)),
-        ),
-        Case::new("unnormalized", |o| o.unnormalized = 1, new().unnormalized(true)),
-        Case::new(
-            "dropout",
-            |o| (o.dropout_prob, o.dropout_seed) = (0.25, 1 << 40),
-            new().dropout(0.25, 1 << 40),
-        ),
-        Case::new(
-            "logits_dtype",
-            |o| o.logits_dtype = ANNULUS_BF16,
-            new().logits_dtype(DType::Bf16),
+            "sinks_per_head, unnormalized and dropout",
+            |o| {
+                (o.sinks, o.sinks_per_head, o.unnormalized) = (1, 1, 1);
+                (o.dropout_prob, o.dropout_seed) = (0.25, 1 << 40);
+            },
+            new().softmax_aux(SinkShape::per_head(1)).unnormalized(true).dropout(0.25, 1 << 40),
         ),
     ]
 }
@@ -434,32 +426,40 @@ fn rings() -> Vec<Case> {
     };
     let custom = Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() }));
     let balanced = Division::new().balanced(&causal(), DIMS, &documents(), RANKS).unwrap();
-    let by = |strategy| divided(Division::new().strategy(strategy));
     let of_heads = |case| Case { dims: HEADS_DIMS, ..case };
     let of_rows = |len, case| Case { dims: Dims { q_len: len, kv_len: len, ..DIMS }, ..case };
     let columns = Strategy::Grid { heads: 1, queries: 1, keys: 3 };
-    vec![
+    let placed_by_c = [
+        (Layout::Contiguous, ANNULUS_LAYOUT_CONTIGUOUS, Route::Direct, ANNULUS_ROUTE_DIRECT),
+        (Layout::Zigzag, ANNULUS_LAYOUT_ZIGZAG, Route::RelayDown, ANNULUS_ROUTE_RELAY_DOWN),
+        (Layout::Striped, ANNULUS_LAYOUT_STRIPED, Route::RelayUp, ANNULUS_ROUTE_RELAY_UP),
+    ];
+    let placed_by_c = placed_by_c.map(|(layout, of_layout, route, of_route)| {
         Case::new(
-            "contiguous",
-            |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_CONTIGUOUS),
-            (causal(), Division::new().layout(Layout::Contiguous)),
-        ),
-        Case::new(
-            "zigzag, relay down",
-            |o| {
-                o.causal = 1;
-                (o.layout, o.route) = (ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_RELAY_DOWN);
-            },
-            (causal(), placed(Layout::Zigzag, Route::RelayDown)),
-        ),
-        Case::new(
-            "striped, relay up",
-            |o| {
-                o.causal = 1;
-                (o.layout, o.route) = (ANNULUS_LAYOUT_STRIPED, ANNULUS_ROUTE_RELAY_UP);
-            },
-            (causal(), placed(Layout::Striped, Route::RelayUp)),
-        ),
+            layout.name(),
+            move |o| (o.causal, o.layout, o.route) = (1, of_layout, of_route),
+            (causal(), placed(layout, route)),
+        )
+    });
+    let strategies = [
+        (ANNULUS_STRATEGY_HEADS_RING, Some([3, 0, 0]), Strategy::HeadsRing { heads: 3 }),
+        (ANNULUS_STRATEGY_GRID, Some([1, 1, 3]), columns),
+        (ANNULUS_STRATEGY_ALL_GATHER, None, Strategy::AllGather),
+        (ANNULUS_STRATEGY_ALL_TO_ALL, None, Strategy::HeadsRing { heads: 3 }),
+        (ANNULUS_STRATEGY_PASS_Q, None, columns),
+        (ANNULUS_STRATEGY_AUTO, None, Strategy::Auto),
+    ];
+    let strategies = strategies.map(|(of_strategy, parts, strategy)| {
+        let change = move |o: &mut annulus_options| {
+            (o.causal, o.strategy) = (1, of_strategy);
+            if let Some(parts) = parts {
+                [o.strategy_heads, o.strategy_queries, o.strategy_keys] = parts;
+            }
+        };
+        let setup = (causal(), Division::new().strategy(strategy));
+        of_heads(Case::new(format!("strategy {of_strategy}"), change, setup))
+    });
+    let others = vec![
         Case {
             // SAFETY: the lists have the lengths that are said
             add: |attention| unsafe {
@@ -515,37 +515,14 @@ fn rings() -> Vec<Case> {
             )
         },
         Case::new(
-            "two passes, deadlines, two threads",
+            "two passes, precision, deadlines, two threads",
             |o| {
                 (o.causal, o.backward_mode) = (1, ANNULUS_BACKWARD_TWO_PASS);
+                o.precision = ANNULUS_PRECISION_DEFAULT;
                 (o.deadline_seconds, o.arrival_deadline_seconds, o.threads) = (30.0, 60.0, 2);
             },
-            causal().backward_mode(BackwardMode::TwoPass),
+            causal().backward_mode(BackwardMode::TwoPass).precision(Precision::Default),
         ),
-        of_heads(Case::new(
-            "strategy",
-            |o| (o.strategy, o.strategy_heads) = (ANNULUS_STRATEGY_HEADS_RING, 3),
-            by(Strategy::HeadsRing { heads: 3 }),
-        )),
-        Case::new(
-            "strategy: grid",
-            |o| {
-                (o.strategy, o.strategy_heads) = (ANNULUS_STRATEGY_GRID, 1);
-                (o.strategy_queries, o.strategy_keys) = (1, 3);
-            },
-            by(columns),
-        ),
-        Case::new(
-            "strategy: all-gather",
-            |o| o.strategy = ANNULUS_STRATEGY_ALL_GATHER,
-            by(Strategy::AllGather),
-        ),
-        of_heads(Case::new(
-            "strategy: all-to-all",
-            |o| o.strategy = ANNULUS_STRATEGY_ALL_TO_ALL,
-            by(Strategy::HeadsRing { heads: 3 }),
-        )),
-        Case::new("strategy: pass-q", |o| o.strategy = ANNULUS_STRATEGY_PASS_Q, by(columns)),
         // three leaves
         of_rows(
             600,
@@ -555,24 +532,13 @@ fn rings() -> Vec<Case> {
         of_rows(
             180,
             Case::new(
-                "kv_block_size",
-                |o| o.kv_block_size = 64,
-                divided(Division::new().kv_block_size(64)),
+                "kv_block_size and receive_ahead",
+                |o| (o.kv_block_size, o.receive_ahead) = (64, 2),
+                divided(Division::new().kv_block_size(64).receive_ahead(2)),
             ),
         ),
-        Case::new(
-            "receive_ahead",
-            |o| o.receive_ahead = 2,
-            divided(Division::new().receive_ahead(2)),
-        )
-        .same(),
-        Case::new(
-            "precision",
-            |o| (o.causal, o.precision) = (1, ANNULUS_PRECISION_DEFAULT),
-            causal().precision(Precision::Default),
-        )
-        .same(),
-    ]
+    ];
+    placed_by_c.into_iter().chain(strategies).chain(others).collect()
 }
 
 fn documents() -> Batch {
@@ -585,25 +551,23 @@ fn batches() -> Vec<Case> {
     let dense = DenseMask::from_fn([1, 4, 23, 23], |[_, h, q, k]| (h + q * 3 + k * 5) % 4 != 0);
     let causal = || Case::new("", |o| o.causal = 1, Attention::new().causal(true));
     let other = Array2::from_shape_fn((2, 23), |(_, row)| row as i32 / 4);
-    let with = |name, batch| Case { name, batch, ..causal() };
+    let with = |name: &str, batch| Case { name: name.to_owned(), batch, ..causal() };
     vec![
         with(
             "segment ids of one side",
             Batch { q_segment_ids: Some(ids.clone()), ..Batch::default() },
         ),
         with(
-            "segment ids",
-            Batch { q_segment_ids: Some(ids), kv_segment_ids: Some(other), ..Batch::default() },
-        ),
-        with(
-            "positions",
+            "segment ids, positions and attention_mask",
             Batch {
+                q_segment_ids: Some(ids),
+                kv_segment_ids: Some(other),
                 q_positions: Some(positions.clone()),
                 kv_positions: Some(positions),
+                attention_mask: Some(dense),
                 ..Batch::default()
             },
         ),
-        with("attention_mask", Batch { attention_mask: Some(dense), ..Batch::default() }),
         with(
             "cum_seqlens",
             Batch {
@@ -626,9 +590,6 @@ fn check<T: Element>(cases: &[Case]) {
         let differs = got.0.iter().zip(&want.0).find(|(got, want)| got != want);
         let differs = differs.map(|((name, _), _)| name);
         assert_eq!(differs, None, "{} in {}", case.name, T::DTYPE);
-        if case.same {
-            continue;
-        }
         // the inputs alone give another answer
         let plain = Data { bias: None, sinks: None, ..Data::<T>::of(case.dims, None, None) };
         let without =
@@ -663,7 +624,7 @@ fn batches_give_the_bits_of_the_facade() {
 fn all_element_types_give_the_bits_of_the_facade() {
     let some = || {
         let all = [masks(), scores(), batches()];
-        all.into_iter().flat_map(|cases| cases.into_iter().step_by(4)).collect::<Vec<_>>()
+        all.into_iter().flat_map(|cases| cases.into_iter().step_by(2)).collect::<Vec<_>>()
     };
     check::<f16>(&some());
     check::<bf16>(&some());
@@ -685,67 +646,24 @@ fn wgpu_gives_the_bits_of_the_facade() {
         let sample = cases.into_iter().step_by(step);
         sample.map(|case| Case { backend: BackendName::Wgpu, ..case }).collect()
     };
-    check::<f32>(&on_gpu(masks(), 5));
-    check::<f32>(&on_gpu(batches(), 3));
-    check::<bf16>(&on_gpu(masks(), 7));
-    let name = BackendName::Wgpu;
-    assert_eq!(decoded_by_c(ANNULUS_BACKEND_WGPU), decoded_by_facade(name));
-    assert_ne!(decoded_by_facade(name), decoded_by_facade(BackendName::Cpu));
-}
-
-/// Bits of out after a prefill and a token of a KV cache, by the C interface.
-#[cfg(feature = "wgpu")]
-fn decoded_by_c(backend: i32) -> Vec<u32> {
-    let data = Data::<f32>::of(DIMS, None, None);
-    let mut options = options(Dims { q_len: 0, kv_len: 0, ..DIMS });
-    (options.dtype, options.causal, options.backend) = (ANNULUS_F32, 1, backend);
-    let (mut attention, mut cache) = (ptr::null_mut(), ptr::null_mut());
-    let mut decoded = Vec::new();
-    // SAFETY: pointers to locals that outlive the calls
-    unsafe {
-        ok(annulus_attention_create(&raw const options, &raw mut attention));
-        ok(annulus_cache_create_threads(attention, RANKS as i64, &raw mut cache));
-        for rows in [0..22, 22..23] {
-            let rows = ndarray::s![.., rows, .., ..];
-            let [q, k, v] = [&data.q, &data.k, &data.v].map(|whole| whole.slice(rows).to_owned());
-            let out = Array4::<f32>::zeros((DIMS.batch, q.dim().1, DIMS.q_heads, DIMS.value_dim));
-            let lse = Array4::<f32>::zeros((DIMS.batch, DIMS.q_heads, q.dim().1, 1));
-            let [q, k, v, to_out, to_lse] = [&q, &k, &v, &out, &lse].map(tensor);
-            ok(annulus_cache_append(cache, &raw const k, &raw const v));
-            let args = annulus_attend_args {
-                struct_size: size_of::<annulus_attend_args>() as u64,
-                q: &raw const q,
-                softmax_aux: ptr::null(),
-                out: &raw const to_out,
-                lse: &raw const to_lse,
-            };
-            ok(annulus_cache_attend(cache, &raw const args));
-            decoded.extend(out.iter().map(|x| x.to_bits()));
-        }
-        ok(annulus_cache_destroy(cache));
+    check::<f32>(&on_gpu(masks(), 3));
+    check::<f32>(&on_gpu(batches(), 2));
+    check::<bf16>(&on_gpu(masks(), 4));
+    // a cache is on the backend as well, which has no reproducible order
+    for (backend, want) in
+        [(ANNULUS_BACKEND_CPU, ANNULUS_SUCCESS), (ANNULUS_BACKEND_WGPU, ANNULUS_UNSUPPORTED)]
+    {
+        let mut options = options(Dims { q_len: 0, kv_len: 0, ..DIMS });
+        (options.reproducible, options.backend) = (1, backend);
+        let (attention, mut cache) = (attention(&options), ptr::null_mut());
+        // SAFETY: a pointer to a local
+        let status = unsafe { annulus_cache_create_threads(attention, 1, &raw mut cache) };
+        assert_eq!(status, want, "{}", last_error());
         ok(annulus_attention_destroy(attention));
+        if !cache.is_null() {
+            ok(annulus_cache_destroy(cache));
+        }
     }
-    decoded
-}
-
-/// As [`decoded_by_c`], by the facade.
-#[cfg(feature = "wgpu")]
-fn decoded_by_facade(backend: BackendName) -> Vec<u32> {
-    let data = Data::<f32>::of(DIMS, None, None);
-    let shape = annulus::CacheShape::new(DIMS.batch, DIMS.q_heads, DIMS.head_dim)
-        .kv_heads(DIMS.kv_heads)
-        .value_dim(DIMS.value_dim);
-    let backend = AnyBackend::open(backend, None, 0).unwrap();
-    let (attention, runtime) = (Attention::new().causal(true), Runtime::new().backend(backend));
-    let mut cache = annulus::LocalCache::new(&attention, &runtime, shape, RANKS).unwrap();
-    let mut decoded = Vec::new();
-    for rows in [0..22, 22..23] {
-        let rows = ndarray::s![.., rows, .., ..];
-        cache.append(data.k.slice(rows), data.v.slice(rows)).unwrap();
-        let forward = cache.attend(data.q.slice(rows), None).unwrap();
-        decoded.extend(forward.out.iter().map(|x| x.to_bits()));
-    }
-    decoded
 }
 
 type Change = fn(&mut annulus_options);
@@ -804,8 +722,8 @@ fn annulus_feature_names() -> impl Iterator<Item = &'static str> {
 #[test]
 fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
     let data = Data::<f32>::of(DIMS, None, None);
-    let case = &batches()[4];
-    let want = by_c(case, &data);
+    let case = batches().pop().unwrap();
+    let want = by_c(&case, &data);
     let none = by_c(&Case::new("", |o| o.causal = 1, Attention::new()), &data);
     assert!(want != none, "cum_seqlens have no effect");
 
@@ -899,20 +817,6 @@ fn a_plan_tells_its_strategy() {
     };
     let options = options(HEADS_DIMS);
     assert_eq!(chosen(options), (ANNULUS_STRATEGY_RING, 1));
-    let auto = annulus_options { strategy: ANNULUS_STRATEGY_AUTO, ..options };
-    let fewest = LocalRing::new(
-        (Attention::new(), Division::new().strategy(Strategy::Auto)),
-        HEADS_DIMS,
-        RANKS,
-    )
-    .unwrap();
-    let fewest = fewest.plan().strategy();
-    let constant = match fewest {
-        Strategy::Ring => ANNULUS_STRATEGY_RING,
-        Strategy::Grid { .. } => ANNULUS_STRATEGY_GRID,
-        _ => ANNULUS_STRATEGY_HEADS_RING,
-    };
-    assert_eq!(chosen(auto), (constant, fewest.heads().unwrap() as i32));
     let strategy = ANNULUS_STRATEGY_HEADS_RING;
     let by_heads = annulus_options { strategy, strategy_heads: 3, ..options };
     assert_eq!(chosen(by_heads), (ANNULUS_STRATEGY_HEADS_RING, 3));
@@ -924,13 +828,4 @@ fn a_plan_tells_its_strategy() {
     assert_eq!(named(ANNULUS_STRATEGY_ALL_GATHER), (ANNULUS_STRATEGY_RING, 1));
     assert_eq!(named(ANNULUS_STRATEGY_ALL_TO_ALL), (ANNULUS_STRATEGY_HEADS_RING, 3));
     assert_eq!(named(ANNULUS_STRATEGY_PASS_Q), (ANNULUS_STRATEGY_GRID, 1));
-
-    // a group that does not fit ranks or heads is refused when the plan is made
-    let attention = attention(&annulus_options { strategy_heads: 2, ..by_heads });
-    let mut plan = ptr::null_mut();
-    // SAFETY: a pointer to a local
-    let status = unsafe { annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan) };
-    assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
-    assert!(last_error().starts_with("strategy: got"), "{}", last_error());
-    ok(annulus_attention_destroy(attention));
 }

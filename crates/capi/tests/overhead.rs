@@ -7,15 +7,17 @@ mod common;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use annulus::{
-    Attention, Backward, Dims, Division, Forward, Layout as RowLayout, LocalRing, Runtime, Setup,
-    Tensors, ndarray::Array4,
+    Attention, Backward, Batch, Dims, Division, Forward, Layout as RowLayout, LocalRing, Runtime,
+    Setup, SinkShape, Tensors,
+    bias::Alibi,
+    ndarray::{Array2, Array4},
 };
 use annulus_capi::*;
 use common::{args, options, plan_of_threads, tensor};
@@ -24,12 +26,15 @@ use common::{args, options, plan_of_threads, tensor};
 struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of all allocations.
+static BYTES: AtomicUsize = AtomicUsize::new(0);
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: all calls are passed to the system's allocator
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        BYTES.fetch_add(layout.size(), Ordering::Relaxed);
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: as the caller promises
         unsafe { System.alloc(layout) }
@@ -62,6 +67,17 @@ fn allocations(mut call: impl FnMut()) -> usize {
         least = least.min(ALLOCATIONS.load(Ordering::Relaxed) - before);
     }
     least
+}
+
+/// Returns the least bytes that one of several warm calls allocates.
+fn bytes_allocated(mut call: impl FnMut()) -> usize {
+    let mut of_call = || {
+        let before = BYTES.load(Ordering::Relaxed);
+        call();
+        BYTES.load(Ordering::Relaxed) - before
+    };
+    of_call();
+    (0..3).map(|_| of_call()).min().unwrap()
 }
 
 const CALLS: usize = 200;
@@ -148,6 +164,57 @@ fn a_warm_pass_of_one_rank_allocates_nothing() {
         assert_eq!([of_forward, of_backward], [0, 0], "by C");
     });
     assert_eq!(annulus_plan_destroy(plan), 0);
+}
+
+/// Calls of a workspace may allocate for each of its threads, but no memory that grows with the
+/// rows, whatever the options, and whatever the batch before.
+#[test]
+fn a_warm_pass_with_every_option_allocates_nothing_that_grows() {
+    const HEADS: usize = 4;
+    let _alone = alone();
+    for (threads, has_bias) in [(1, true), (1, false), (3, true)] {
+        let bytes = [150, 900].map(|len| {
+            let attention = Attention::new()
+                .causal(true)
+                .logits_soft_cap(5.0)
+                .softmax_aux(SinkShape::per_head(1))
+                .dropout(0.2, 1)
+                .bias_function(Arc::new(Alibi::published(HEADS)))
+                .bias(has_bias.then_some([1, 1, 1, len]));
+            let dims = Dims::new(1, len, HEADS, 16);
+            let setup = (attention, Division::new(), Runtime::new().threads(threads));
+            let mut ring = LocalRing::new(setup, dims, 1).unwrap();
+            let x = Array4::<f32>::ones((1, len, HEADS, 16));
+            let (bias, sinks) = (Array4::zeros((1, 1, 1, len)), Array2::zeros((HEADS, 1)));
+            let mut tensors =
+                Tensors::new(x.view(), x.view(), x.view()).with_softmax_aux(sinks.view());
+            tensors.bias = has_bias.then(|| bias.view());
+            let mut forward = ring.forward(&tensors).unwrap();
+            let mut gradients = ring.backward(&tensors, &forward, x.view(), None).unwrap();
+            let mut pass = |ring: &mut LocalRing| {
+                ring.forward_into(&tensors, forward.view_mut()).unwrap();
+                let into = gradients.view_mut();
+                ring.backward_into(&tensors, &forward.view(), x.view(), None, into).unwrap();
+            };
+            let of_rows = bytes_allocated(|| pass(&mut ring));
+            let ids = Array2::from_shape_fn((1, len), |(_, row)| (row / 150) as i32);
+            let documents = Batch {
+                q_segment_ids: Some(ids.clone()),
+                kv_segment_ids: Some(ids),
+                ..Batch::default()
+            };
+            // tasks are shorter and in another order for documents
+            for batch in [&documents, &Batch::default(), &documents, &Batch::default()] {
+                ring.update(batch).unwrap();
+                let of_batch = bytes_allocated(|| pass(&mut ring));
+                assert!(of_batch < 8192, "{threads} threads, {len} rows: {of_batch} bytes");
+            }
+            println!("{threads} threads, bias {has_bias}, {len} rows: {of_rows} bytes");
+            of_rows
+        });
+        assert!(bytes.iter().all(|&bytes| bytes < 8192), "{threads} threads: {bytes:?} bytes");
+        assert!(threads > 1 || bytes[0] == bytes[1], "at 150 and 900 rows: {bytes:?} bytes");
+    }
 }
 
 /// Allocations of a warm pass for each rank of an in-process ring: its thread, the agreement before

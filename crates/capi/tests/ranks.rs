@@ -163,36 +163,6 @@ fn bad_arguments_of_one_rank_are_refused_on_all_and_the_plans_live() {
 }
 
 #[test]
-fn plans_that_differ_are_a_mismatch() {
-    on_all(2, |endpoint| {
-        let rank = endpoint.rank();
-        let route = if rank == 0 { ANNULUS_ROUTE_DIRECT } else { ANNULUS_ROUTE_RELAY_UP };
-        let (status, plan) = plan_on(endpoint, route);
-        assert_eq!(status, ANNULUS_RANK_MISMATCH, "{}", last_error());
-        assert!(plan.is_null());
-    });
-}
-
-#[test]
-fn a_rank_that_leaves_is_missed() {
-    let began = Instant::now();
-    on_all(3, |endpoint| {
-        let rank = endpoint.rank();
-        let (status, plan) = plan_on(endpoint, ANNULUS_ROUTE_AUTO);
-        ok(status);
-        if rank != 2 {
-            let status = passes(plan, false, None).0;
-            // by its goodbye, or by the abort of the other rank that noticed it
-            assert!([ANNULUS_PEER_LOST, ANNULUS_ABORTED].contains(&status), "{}", last_error());
-            assert!(last_error().contains("connection to rank 2 lost"), "{}", last_error());
-        }
-        ok(annulus_plan_destroy(plan));
-    });
-    // long before the deadline
-    assert!(began.elapsed().as_secs() < 10);
-}
-
-#[test]
 fn destroying_a_plan_ends_a_started_pass_although_no_other_rank_makes_the_call() {
     let began = Instant::now();
     on_all(3, |endpoint| {

@@ -12,24 +12,16 @@ fn bad_arguments_are_code_2_and_one_line() {
         ("attend --output out.safetensors", "--input"),
         ("attend --input in.safetensors", "--output"),
         (&format!("{attend} --ranks 0"), "--ranks"),
-        (&format!("{attend} --ranks -1"), "--ranks"),
         (&format!("{attend} --ranks -inf"), "-i"),
         (&format!("{attend} --causal --quiet --json"), "--quiet"),
         (&format!("{attend} --ranks 1000000"), "--ranks"),
         (&format!("{attend} --threads 0"), "--threads"),
         (&format!("{attend} --threads 100000"), "--threads"),
-        (&format!("{attend} --threads 1000 --ranks 100"), "--threads"),
         (&format!("{attend} --window -1,3"), "--window"),
-        (&format!("{attend} --window 1,2,3"), "--window"),
-        (&format!("{attend} --window left"), "--window"),
         (&format!("{attend} --scale nan"), "--scale"),
-        (&format!("{attend} --scale inf"), "--scale"),
-        (&format!("{attend} --scale x"), "--scale"),
         (&format!("{attend} --soft-cap 0"), "--soft-cap"),
-        (&format!("{attend} --soft-cap -3"), "--soft-cap"),
         (&format!("{attend} --dropout 0.1"), "--seed"),
         (&format!("{attend} --dropout 1 --seed 1"), "--dropout"),
-        (&format!("{attend} --dropout -0.5 --seed 1"), "--dropout"),
         (&format!("{attend} --seed 1"), "--dropout"),
         (&format!("{attend} --chunk 0"), "--chunk"),
         (&format!("{attend} --first-visible -1 --window 1,1"), "--first-visible"),
@@ -38,20 +30,15 @@ fn bad_arguments_are_code_2_and_one_line() {
         ("plan --q-len 8 --ranks 2 --first-visible 3", "--window"),
         (&format!("{attend} --causal --prefix 3"), "--prefix"),
         (&format!("{attend} --deadline 0.5"), "--deadline"),
-        (&format!("{attend} --deadline 1e300"), "--deadline"),
         (&format!("{attend} --seed 18446744073709551616 --dropout 0"), "--seed"),
         (&format!("{attend} --layout spiral"), "--layout"),
-        (&format!("{attend} --dtype f8"), "--dtype"),
         (&format!("{attend} --sinks some"), "--sinks"),
-        (&format!("{attend} --bias-order during"), "--bias-order"),
         (&format!("{attend} --align centre"), "--align"),
         (&format!("{attend} --backend abacus"), "--backend"),
-        (&format!("{attend} --transport pigeon"), "--transport"),
         ("check", "DIR"),
         ("check . --dtype f8", "--dtype"),
         ("check . --ranks 1,0", "--ranks"),
         ("plan --causal --ranks 4", "--q-len"),
-        ("plan --q-len 8", "--ranks"),
         ("plan --q-len 8 --ranks 65537", "--ranks"),
         ("plan --q-len 8 --ranks 2 --heads 0", "--heads"),
         (
@@ -66,24 +53,18 @@ fn bad_arguments_are_code_2_and_one_line() {
             "bench --heads 3 --kv-heads 2 --ns 8",
             "--heads: got 3, want a multiple of --kv-heads (2)",
         ),
-        ("make", "--output"),
         ("make --output x.safetensors --heads 0", "--heads"),
         ("make --output x.safetensors --bias qk", "--bias"),
         ("make --output x.safetensors --q-len 8 --documents 5,4", "--documents"),
         ("make --output x.safetensors --sinks-count 2", "--sinks"),
         ("demo --len 0", "--len"),
         ("bench --transport pigeon", "--transport"),
-        ("bench --ranks 0", "--ranks"),
-        ("doctor --transport pigeon", "--transport"),
         ("demo --force", "--dir"),
         ("bench --ds 1025", "--ds"),
         ("make --output x.safetensors --batch 9223372036854775808", "2^63 bytes"),
-        ("plan --q-len 8 --ranks 2 --batch 9223372036854775808", "2^63 bytes"),
         ("make --output x.safetensors --mask 1.5", "--mask"),
         ("completions tcsh", "SHELL"),
-        ("trace split", "split"),
         ("trace merge", "annulus trace merge"),
-        ("doctor now", "now"),
     ];
     for (arguments, word) in cases {
         folder.run(arguments).failed(2, &[word]);
@@ -236,25 +217,6 @@ fn errors_name_the_flag_that_resolves_them() {
     ];
     for (arguments, words) in cases {
         folder.run(&arguments).failed(1, words);
-    }
-    assert_eq!(folder.names(), ["in.safetensors"]);
-}
-
-#[test]
-fn a_strategy_that_does_not_fit_the_ranks_or_the_heads_names_its_flag() {
-    let folder = Folder::new("strategy");
-    folder.succeed("make --output in.safetensors --q-len 8 --heads 2 --head-dim 4");
-    let attend = "attend --input in.safetensors --output out.safetensors";
-    for subcommand in [attend, "bench --what fwd --ns 8 --ds 4 --heads 2"] {
-        for (strategy, want) in [
-            ("heads:3", "groups whose size divides the 4 ranks"),
-            ("heads:4", "groups whose size divides the 2 query heads"),
-            ("grid:3x2", "a grid of 4 parts, one per rank"),
-            ("once-per-node:3", "nodes of a divisor of 4 ranks"),
-        ] {
-            let result = folder.run(&format!("{subcommand} --ranks 4 --strategy {strategy}"));
-            result.failed(2, &["--strategy: got ", want]);
-        }
     }
     assert_eq!(folder.names(), ["in.safetensors"]);
 }

@@ -187,19 +187,6 @@ fn malformed_and_unsupported_cases_fail_alone() {
 }
 
 #[test]
-fn folders_without_an_index_are_refused() {
-    let folder = Folder::new("check_no_index");
-    folder.run("check .").failed(1, &["index.json", "No such file"]);
-    std::fs::write(folder.path("index.json"), "{").unwrap();
-    folder.run("check .").failed(1, &["index.json", "not an index of cases"]);
-    std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-9","cases":[]}"#)
-        .unwrap();
-    folder.run("check .").failed(1, &["annulus-cases-9", "annulus-cases-1"]);
-    write(&folder, &[]);
-    ends(&folder.run("check ."), 1, "0 passed, 0 failed");
-}
-
-#[test]
 fn reproducible_rings_have_the_same_bits() {
     let folder = Folder::new("check_reproducible");
     write(&folder, &[case("one")]);

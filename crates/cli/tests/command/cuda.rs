@@ -157,6 +157,9 @@ fn each_missing_component_is_named() {
     Machine::new("cuda_no_gpu")
         .with_driver(&[("cuInit", "int cuInit() { return 100; }")])
         .lacks(&this_machine("no GPU"));
+    Machine::new("cuda_other_driver")
+        .with_driver(&[("cuInit", "int cuInit() { return 803; }")])
+        .lacks(&this_machine("the driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)"));
     Machine::new("cuda_old_gpu")
         .with_driver(&[(
             "cuDeviceGetAttribute",

@@ -121,17 +121,11 @@ fn documents_that_do_not_fit_are_refused() {
     fails("plan --kv-len 9 --documents 4,4 --ranks 2", &["--documents", "8 rows", "9", "keys"]);
     fails("plan --documents 4,0 --ranks 2", &["--documents", "from 1"]);
     fails("demo --documents 4,0", &["--documents", "from 1"]);
-    let plan = "plan --documents 4,4 --layout balanced --heads 3 --strategy";
-    let heads = "--strategy: got heads in groups of 2 ranks, want groups whose size divides the 3";
-    fails(&format!("{plan} heads:2 --ranks 2"), &[heads]);
-    fails(&format!("{plan} grid:2x2 --ranks 2"), &["--strategy: got grid:2x2, want a grid of 2"]);
     let once = "--strategy: got once-per-node, want several nodes with as many ranks each";
     for line in ["plan --documents 4,4", "attend --input in.st --output out.st"] {
         fails(&format!("{line} --ranks 2 --strategy once-per-node"), &[once]);
     }
     fails("bench --ns 64 --heads 2 --ds 8 --ranks 2 --strategy once-per-node", &[once]);
-    let reproducible = format!("{plan} grid:1x2 --ranks 2 --reproducible");
-    folder.run(&reproducible).failed(1, &["reproducible is not supported by keys in 2 columns"]);
     let attend = "attend --output out.st --layout balanced --ranks 2";
     fails(&format!("{attend} --input in.st --documents 60"), &["--documents", "60 rows", "64"]);
     let both = folder.run(&format!("{attend} --input packed.st --documents 64"));

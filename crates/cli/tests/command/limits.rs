@@ -167,35 +167,15 @@ fn tensors_without_elements_end_at_once() {
         folder.write_raw("in.st", &header, 0);
     };
     let lines = 1u64 << 40;
-    let integers = |name: &str, dtype: &str| {
-        format!(r#","{name}":{{"dtype":"{dtype}","shape":[{lines},0],"data_offsets":[0,0]}}"#)
-    };
     let bias = format!(r#","bias":{{"dtype":"F32","shape":[{lines},2,0,0],"data_offsets":[0,0]}}"#);
-    let mask = format!(
-        r#","attention_mask":{{"dtype":"U8","shape":[{lines},1,0,0],"data_offsets":[0,0]}}"#
-    );
     for (shape, more) in [
         (format!("[{lines},0,2,4]"), String::new()),
         (format!("[1,0,{lines},4]"), String::new()),
-        (
-            format!("[{lines},0,2,4]"),
-            integers("q_segment_ids", "I32") + &integers("kv_segment_ids", "I32"),
-        ),
-        (
-            format!("[{lines},0,2,4]"),
-            integers("q_positions", "I64") + &integers("kv_positions", "I64"),
-        ),
         (format!("[{lines},0,2,4]"), bias),
-        (format!("[{lines},0,2,4]"), mask),
         (format!("[{lines},0,{lines},4]"), String::new()),
     ] {
         write(&shape, &more);
-        for flags in [
-            "",
-            "--causal --ranks 3",
-            "--backward --ranks 2 --threads 2",
-            "--backward --unnormalized",
-        ] {
+        for flags in ["--causal --ranks 3", "--backward --unnormalized --threads 2"] {
             let result = soon(&folder, &format!("attend --input in.st --output o.st {flags}"));
             ended_well(&folder, &result, &format!("{shape} {more} {flags}"));
         }
@@ -272,49 +252,6 @@ fn names_in_a_file_are_escaped() {
         let result = run(&folder, ATTEND);
         harmless(&result);
         result.failed(1, &["in.safetensors", r"\u{1b}[2J\u{1b}[31mannulus: fake message"]);
-    }
-}
-
-#[test]
-fn messages_are_at_most_a_screen_long() {
-    let folder = Folder::with_input("message_length");
-    let mut many = String::new();
-    for number in 0..300_000 {
-        many += &format!(
-            r#","strange{number}":{{"dtype":"F32","shape":[0],"data_offsets":[384,384]}}"#
-        );
-    }
-    with_header(&folder, &many, 0);
-    let result = run(&folder, ATTEND);
-    harmless(&result);
-    assert!(
-        result.code == 0
-            && result.err.contains("strange0, ")
-            && result.err.contains(" and 299992 more\n"),
-        "{result:?}"
-    );
-
-    let long = "n".repeat(1 << 20);
-    let ones = vec!["1"; 100_000].join(",");
-    for (code, more, words) in [
-        (
-            0,
-            format!(r#","{long}":{{"dtype":"F32","shape":[1],"data_offsets":[384,388]}}"#),
-            vec!["ignored: ", "(1048576 bytes)"],
-        ),
-        (
-            1,
-            format!(r#","bias":{{"dtype":"F32","shape":[{ones}],"data_offsets":[384,388]}}"#),
-            vec!["bias", "[1, 1, ", "want 4 dimensions"],
-        ),
-    ] {
-        with_header(&folder, &more, 4);
-        let result = run(&folder, ATTEND);
-        harmless(&result);
-        assert_eq!(result.code, code, "{result:?}");
-        for word in words {
-            assert!(result.err.contains(word), "no {word} in {result:?}");
-        }
     }
 }
 

@@ -8,107 +8,27 @@ fn write(folder: &Folder, machine: &Value) {
     std::fs::write(folder.path("machine.json"), machine.to_string()).unwrap();
 }
 
+/// The crates `annulus-machine-file` and `annulus-plan` test all fields.
 #[test]
 fn wrong_fields_name_the_file_and_the_field() {
     let folder = Folder::new("machine_errors");
     let good = folder.write_machine(1e9, 1e12);
     let plan = "plan --q-len 64 --ranks 8 --machine machine.json";
     folder.succeed(plan);
-    let refused = |machine: &Value, texts: &[&str]| {
-        write(&folder, machine);
-        let result = folder.run(plan);
-        let all: Vec<&str> = [&["--machine machine.json"], texts].concat();
-        assert_ne!(result.code, 0, "{machine}");
-        let line = result.err.strip_suffix('\n').unwrap();
-        assert!(!line.contains('\n') && result.out.is_empty(), "{line}");
-        for text in all {
-            let file = text.strip_prefix("--machine ").unwrap_or(text);
-            assert!(line.contains(file), "{line}: {text}");
-        }
-    };
-    let fields = "/version /ranks_per_node /inside_node /inside_node/latency /inside_node/bandwidth \
-                  /between_nodes /between_nodes/latency /node_bandwidth /rates /rates/0/dtype \
-                  /rates/0/head_dim /rates/0/forward /rates/0/backward /memory";
-    for field in fields.split_whitespace() {
-        let (parent, name) = field.rsplit_once('/').unwrap();
-        // missing
-        let mut changed = good.clone();
-        changed.pointer_mut(parent).unwrap().as_object_mut().unwrap().remove(name);
-        refused(&changed, &["missing field", name]);
-        // of a wrong type
-        let mut changed = good.clone();
-        *changed.pointer_mut(field).unwrap() = json!("bogus");
-        refused(&changed, &[name]);
-        // negative and 0; a wrong type for some
-        for wrong in [json!(-1), json!(0)] {
-            let mut changed = good.clone();
-            *changed.pointer_mut(field).unwrap() = wrong;
-            refused(&changed, &[name]);
-        }
-    }
-    for parent in ["", "/inside_node", "/rates/0"] {
-        let mut changed = good.clone();
-        changed.pointer_mut(parent).unwrap()["latencies"] = json!(1);
-        refused(&changed, &["unknown field `latencies`"]);
-    }
-    let mut other = good.clone();
-    other["version"] = json!(2);
-    other["bandwidths"] = json!([]);
-    refused(&other, &["version: got 2, want 1"]);
-    for (text, want) in [
-        ("[]", "is not a machine"),
-        ("", "is not a machine"),
-        ("{\"version\": NaN}", "is not a machine"),
-        ("{\"version\": 1} {}", "is not a machine"),
+    for (field, wrong) in [
+        ("/inside_node/latency", json!("bogus")),
+        ("/rates/0/head_dim", json!(-1)),
+        ("/rates/0/forward", json!(0)),
     ] {
-        std::fs::write(folder.path("machine.json"), text).unwrap();
-        folder.run(plan).failed(1, &["machine.json", want]);
+        let mut changed = good.clone();
+        *changed.pointer_mut(field).unwrap() = wrong;
+        write(&folder, &changed);
+        let name = field.rsplit('/').next().unwrap();
+        folder.run(plan).failed(1, &["machine.json", name]);
     }
-    let huge = good.to_string().replace("1000000000.0", "1e999");
-    assert!(huge.contains("1e999"), "{huge}");
-    std::fs::write(folder.path("machine.json"), huge).unwrap();
-    folder.run(plan).failed(1, &["machine.json", "number out of range"]);
+    std::fs::write(folder.path("machine.json"), "[]").unwrap();
+    folder.run(plan).failed(1, &["machine.json", "is not a machine"]);
     folder.run(&plan.replace("machine.json", "none.json")).failed(1, &["--machine none.json"]);
-}
-
-#[test]
-fn plan_predicts_the_strategies_of_documents() {
-    let folder = Folder::new("plan_documents_machine");
-    folder.write_machine(1e9, 1e11);
-    let documents = "--causal --documents 512,2048,1000,4632 --ranks 4 --heads 8";
-    let mut times = Vec::new();
-    for layout in ["contiguous", "balanced"] {
-        let flags = format!("{documents} --layout {layout} --machine machine.json");
-        let planned = folder.plan(&flags);
-        let strategies = planned["strategies"].as_array().unwrap();
-        let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
-        let grids = ["grid:2x2", "grid:2x1x2", "pass-q"];
-        assert_eq!(
-            names,
-            [&["ring", "heads:2", "all-to-all"][..], &grids, &["all-gather"]].concat()
-        );
-        // the bytes are those of the plan without a machine
-        let bytes = folder.plan(&format!("{documents} --layout {layout}"));
-        for (of, without) in strategies.iter().zip(bytes["strategies"].as_array().unwrap()) {
-            for field in ["name", "bytes_sent_total", "work_max_over_mean", "redundancy"] {
-                assert_eq!(of[field], without[field], "{field}");
-            }
-            assert!(without["time_predicted"].is_null());
-        }
-        let time = |of: &Value| of["time_predicted"].as_f64().unwrap();
-        times.push(time(&strategies[0]));
-        // the choice is the one with the least time, and has the figures of its line
-        let auto = folder.plan(&format!("{flags} --strategy auto"));
-        let least = strategies.iter().map(time).fold(f64::INFINITY, f64::min);
-        let near = |of: &&Value| time(of) <= 1.01 * least;
-        let least = strategies.iter().find(near).unwrap();
-        assert_eq!(auto["strategy"], least["name"]);
-        for field in ["bytes_sent_total", "work_max_over_mean", "redundancy"] {
-            assert_eq!(auto[field], least[field], "{field}");
-        }
-    }
-    // the rank with the longest document has the most work, unless the layout balances it
-    assert!(times[1] < 0.9 * times[0], "{times:?}");
 }
 
 #[test]
@@ -155,37 +75,6 @@ fn plan_predicts_the_time_of_every_strategy() {
     write(&folder, &small);
     let text = folder.succeed(&format!("plan {flags} --machine machine.json")).out;
     assert!(text.contains("more than its memory"), "{text}");
-}
-
-/// The case of two ranks that `annulus-core` computes by hand.
-#[test]
-fn seconds_are_those_of_the_model() {
-    let folder = Folder::new("plan_machine_seconds");
-    let block_bytes = 512.0 * 128.0 * 4.0;
-    let flops = 512.0 * 512.0 * 4.0 * 64.0;
-    let mut machine = folder.write_machine(block_bytes / 4.0, flops);
-    machine["ranks_per_node"] = json!(1);
-    machine["between_nodes"]["latency"] = json!(0.1);
-    machine["node_bandwidth"] = json!(1e12);
-    write(&folder, &machine);
-    let planned = folder.plan("--q-len 1024 --ranks 2 --heads 1 --machine machine.json");
-    let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
-    // and a latency before and after each pass
-    let agreements = 4.0 * 0.1;
-    let passes = 5.1 + 4.1 + 5.0 / 3.0 + 4.0;
-    assert!((seconds - (agreements + passes)).abs() < 1e-9, "{seconds}");
-    let text = folder.succeed("plan --q-len 1024 --ranks 2 --heads 1 --machine machine.json").out;
-    assert!(text.contains("* ring ") && text.contains("predicted 15.267 s"), "{text}");
-    // a ring of many ranks is predicted, too
-    let planned = folder.plan("--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
-    let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
-    assert!(seconds > 511.0 * 0.1, "{seconds}");
-    // documents of one rank each send nothing: the agreements alone are exposed
-    let planned = folder.plan("--documents 32,32 --ranks 2 --machine machine.json");
-    let exposed = planned["strategies"][0]["exposed_predicted"].as_f64().unwrap();
-    assert!((exposed - agreements).abs() < 1e-9, "{exposed}");
-    let wrong = "plan --q-len 64 --ranks 2 --dtype bf16 --machine machine.json";
-    folder.run(wrong).failed(2, &["--machine"]);
 }
 
 #[test]

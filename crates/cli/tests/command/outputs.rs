@@ -2,7 +2,6 @@
 //! traces of ranks, and their merge.
 
 use std::{
-    ffi::OsString,
     fs::{File, Permissions},
     io::Read,
     os::unix::{
@@ -10,7 +9,7 @@ use std::{
         process::CommandExt,
     },
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
 };
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -103,23 +102,6 @@ fn an_output_without_write_permission_is_refused_at_once() {
     assert_eq!(std::fs::read(folder.path("out.safetensors")).unwrap(), b"old");
     assert_eq!(folder.names(), ["in.safetensors", "out.json", "out.safetensors"]);
     std::fs::remove_dir_all(path).unwrap();
-}
-
-#[test]
-fn outputs_may_have_names_of_the_maximum_length() {
-    let folder = Folder::with_input("output_names");
-    for name in ["x".repeat(255), "ß".repeat(127)] {
-        for replaced in [false, true] {
-            folder.succeed(&format!("{ATTEND} {name}"));
-            assert!(folder.path(&name).exists(), "{replaced}");
-        }
-        std::fs::remove_file(folder.path(&name)).unwrap();
-        folder.succeed(&format!("plan --q-len 4 --ranks 2 --json {name}"));
-        std::fs::remove_file(folder.path(&name)).unwrap();
-    }
-    let long = "x".repeat(256);
-    folder.run(&format!("{ATTEND} {long}")).failed(1, &[&long, "File name too long"]);
-    assert_eq!(folder.names(), ["in.safetensors"]);
 }
 
 #[test]
@@ -310,21 +292,6 @@ fn files_of_a_plan_are_different_ones() {
     // one stream takes both
     let both = plan("--svg /dev/stdout --json /dev/stdout");
     assert!(both.code == 0 && both.out.contains("<svg") && both.out.starts_with('{'), "{both:?}");
-}
-
-#[test]
-fn control_characters_of_a_path_are_escaped() {
-    let folder = Folder::with_input("output_escapes");
-    let name = "out\u{1b}[2J\n.safetensors";
-    let mut command = folder.command("attend --input in.safetensors --output");
-    command.arg(OsString::from(name)).stdin(Stdio::null());
-    let result = RunResult::from(command.output().unwrap());
-    assert_eq!((result.code, result.err.as_str()), (0, ""), "{result:?}");
-    assert!(
-        result.out.contains(r"wrote out\u{1b}[2J\n.safetensors") && !result.out.contains('\u{1b}'),
-        "{result:?}"
-    );
-    assert!(folder.path(name).exists());
 }
 
 const TRACED: &str =
