@@ -1077,6 +1077,24 @@ int annulus_attention_add_mask(struct annulus_attention *attention,
                                void *context);
 
 /**
+ * Adds a neighbourhood on a grid of one to three axes, whose points are the positions in row-major
+ * order, as one more condition (docs/semantics.md).
+ *
+ * `text` is SHAPE:WINDOW[:OPTION=...], with a number for each axis or one for all:
+ * "64x128:7x5:dilation=2x1:causal=0x1:periodic=0:edge=clip". A window of w points has w / 2 before
+ * the query, 3+2 stands for 3 before and 2 after. Default: dilation 1, no causal and no periodic
+ * axis, edge=shift, by which every query has all its keys.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, naming `shape`, `window`, `dilation`, `causal`, `periodic`, `edge` or
+ * `neighborhood`.
+ *
+ * Safety
+ * `text` is a text that ends with a zero byte.
+ */
+int annulus_attention_add_neighborhood(struct annulus_attention *attention, const char *text);
+
+/**
  * Sets a bias that the host computes from each pair, in place of an earlier one. It is added to
  * the bias tensor, if there is one, and has no gradient.
  *
@@ -1129,6 +1147,23 @@ int annulus_attention_set_custom_layout(struct annulus_attention *attention,
                                         const int64_t *q_rows,
                                         const int64_t *kv_counts,
                                         const int64_t *kv_rows);
+
+/**
+ * Divides a grid of one to three axes, whose points are the rows in row-major order, into one box
+ * per rank, for the layout ANNULUS_LAYOUT_CUSTOM: boxes of about equal size and least surface, so
+ * that a neighbourhood receives the least halo, with the rows of a rank in patches of 8 x 8 or
+ * 4 x 4 x 4 points. A plan of another number of ranks is refused.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, naming `shape`, `ranks` or `layout`.
+ *
+ * Safety
+ * `shape` points to `axes` numbers.
+ */
+int annulus_attention_set_boxes_layout(struct annulus_attention *attention,
+                                       int64_t ranks,
+                                       int64_t axes,
+                                       const int64_t *shape);
 
 /**
  * Sets the machine, of the machine file `path` (docs/machine.md), in place of an earlier one:

@@ -280,10 +280,13 @@ int main(int count, char **arguments) {
   masked.forward<float>({q_view, k_view, v_view, view<float>(by_mask.data(), of_out), lse_view});
   check(sent > 0 && sent == masked.predicted_bytes(ANNULUS_PASS_FORWARD), "bytes of events");
   refused([&] { masked.predicted_bytes(2); }, "pass: got 2");
+  // the same as a window on a grid of one axis, in boxes
   auto all = options();
-  all.window_left = 3;
-  all.layout = ANNULUS_LAYOUT_STRIPED;
-  auto windowed = annulus::plan::over_threads(annulus::attention(all), 2);
+  all.layout = ANNULUS_LAYOUT_CUSTOM;
+  annulus::attention on_grid(all);
+  on_grid.add_neighborhood(std::to_string(len) + ":3+0:edge=clip");
+  on_grid.set_boxes_layout(2, {len});
+  auto windowed = annulus::plan::over_threads(on_grid, 2);
   windowed.forward<float>({q_view, k_view, v_view, view<float>(by_window.data(), of_out), lse_view});
   double furthest = 0;
   for (std::size_t i = 0; i < by_mask.size(); i++)

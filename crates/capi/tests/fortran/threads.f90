@@ -167,6 +167,7 @@ program threads
   use functions_of_host
   implicit none
   character(len=1000) :: ranks_text, path, machine
+  character(len=40) :: grid
   character(len=:), allocatable :: numerics
   integer(c_int64_t) :: ranks, count, i
   integer(c_int64_t), target :: sent(8)
@@ -262,7 +263,7 @@ program threads
   call check(annulus_plan_destroy(plan) == ANNULUS_INVALID_ARGUMENT, 'double destroy')
   call ok(annulus_attention_destroy(attention))
 
-  ! functions of the host: a window by callback is a window
+  ! functions of the host: a window by callback is a window on a grid of one axis, in boxes
   options%causal = 0
   call ok(annulus_attention_create(options, attention))
   call ok(annulus_attention_add_mask(attention, 'window of 3', 0_c_int32_t, c_funloc(in_window), &
@@ -270,9 +271,11 @@ program threads
   call ok(annulus_attention_set_bias_function(attention, 'none', c_funloc(no_bias), c_null_ptr))
   call ok(annulus_plan_create_threads(attention, ranks, masked))
   call ok(annulus_attention_destroy(attention))
-  options%window_left = 3
-  options%window_right = 0
+  options%layout = ANNULUS_LAYOUT_CUSTOM
   call ok(annulus_attention_create(options, attention))
+  write (grid, '(i0, a)') options%kv_len, ':3+0:edge=clip'
+  call ok(annulus_attention_add_neighborhood(attention, trim(grid)))
+  call ok(annulus_attention_set_boxes_layout(attention, ranks, [options%kv_len]))
   call ok(annulus_attention_on_step(attention, c_funloc(add_bytes), c_loc(sent)))
   call ok(annulus_plan_create_threads(attention, ranks, windowed))
   call ok(annulus_attention_destroy(attention))
