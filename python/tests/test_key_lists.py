@@ -13,6 +13,7 @@ import annulus_attention as annulus
 
 scipy_sparse = pytest.importorskip("scipy.sparse")
 torch = pytest.importorskip("torch")
+pytest.importorskip("annulus_attention.torch")
 
 ROWS, HEADS, DIM = 70, 4, 8
 
