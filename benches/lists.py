@@ -3,7 +3,7 @@
     python benches/lists.py [--rows 16384] [--degree 64] [--repeats 5] [--dense]
 
 Scattered lists of ``degree`` keys a query, 8 heads of 64, f32. ``ideal`` is the time of as many
-visible pairs at the rate of the full mask (4,096 rows). ``torch`` gathers rows, takes the softmax of
+pairs at the rate of the full mask (4,096 rows). ``torch`` gathers rows, takes the softmax of
 each segment and scatters sums, head by head. ``--dense`` also times the equal dense mask, which
 takes a minute.
 """

@@ -88,6 +88,7 @@ impl Tensors {
                 queries: rows.clone(),
                 keys: rows,
                 attention_mask: None,
+                key_lists: None,
                 most_block_rows: len as u64,
                 most_query_rows: len as u64,
                 leaves: None,

@@ -69,7 +69,9 @@ def attend(*given: Any) -> Any:
         forward = pass_forward(plan, tensors)
     ties = forward.lse.new_empty(0) if forward.ties is None else forward.ties
     residual = forward.out.new_empty(0)
-    if forward.out_residual is not None and _keeps_residual(tensors[0], given[_TENSORS + 1], forward_only):
+    if forward.out_residual is not None and _keeps_residual(
+        tensors[0], given[_TENSORS + 1], forward_only
+    ):
         residual = forward.out_residual
     return forward.out, forward.lse, forward.max, forward.sum, ties, residual
 
