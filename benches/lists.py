@@ -1,9 +1,9 @@
-"""Times key lists on one thread, as ratios in one run: JSON lines.
+"""Times key lists on one thread, as ratios of CPU times in one run: a JSON line.
 
     python benches/lists.py [--rows 16384] [--degree 64] [--repeats 5] [--dense]
 
 Scattered lists of ``degree`` keys a query, 8 heads of 64, f32. ``ideal`` is the time of as many
-visible pairs at the rate of the full mask (4,096 rows). ``torch`` gathers rows, takes the softmax of
+pairs at the rate of the full mask (4,096 rows). ``torch`` gathers rows, takes the softmax of
 each segment and scatters sums, head by head. ``--dense`` also times the equal dense mask, which
 takes a minute.
 """
@@ -26,13 +26,13 @@ HEADS, DIM, FULL_ROWS = 8, 64, 4096
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Returns the median time of a call after a first one."""
+    """Returns the median CPU time of a call after a first one."""
     call()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return statistics.median(times)
 
 
@@ -97,9 +97,9 @@ def main() -> None:
             mask = np.zeros((1, 1, rows, rows), dtype=bool)
             mask[0, 0, np.repeat(np.arange(rows), degree), indices] = True
             plan.update(attention_mask=mask)
-            start = time.perf_counter()
+            start = time.process_time()
             plan.forward(*given[:3])
-            result["dense_over_lists"] = round((time.perf_counter() - start) / forward, 2)
+            result["dense_over_lists"] = round((time.process_time() - start) / forward, 2)
     result["forward_s"], result["backward_s"] = round(forward, 4), round(backward, 4)
     result["forward_over_ideal"] = round(forward / ideal[0], 2)
     result["backward_over_ideal"] = round(backward / ideal[1], 2)

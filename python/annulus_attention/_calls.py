@@ -431,7 +431,6 @@ def ring_attention(
 
 def attend(given: Arguments) -> Any:
     """Computes a call, with a gradient where the arrays are of a library that has some."""
-    given = with_lists(given)
     tensors: Tensors = tuple(given[name] for name in TENSORS)
     if _arrays.library(given["query"]) == "torch" or _requires_grad(*tensors):
         from .torch import attend as attend_with_torch
@@ -440,11 +439,12 @@ def attend(given: Arguments) -> Any:
     comm = given.get("comm")
     if comm is not None:
         check_communicator(comm)
-    batch = {name: given[name] for name in BATCH}
-    traced = _is_traced(*tensors, *batch.values())
+    traced = _is_traced(*tensors, *(given.get(name) for name in BATCH))
+    batch: Arguments = {}
 
     def build() -> Call:
         check_returns(given)
+        batch.update((name, array) for name, array in with_lists(given).items() if name in BATCH)
         if traced and comm is not None:
             raise unsupported(
                 "comm", "in a traced JAX call, whose order is the compiler's; use Plan"
@@ -511,7 +511,7 @@ def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only
     told = gathered(call.comm, "rows", rows, call.deadline)
     plan = call.plan(*found[0], told, forward_only=forward_only)
     if any(value is not None for value in batch.values()):
-        plan.update(**batch)
+        plan.adapt(batch)
     return plan
 
 

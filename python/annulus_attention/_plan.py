@@ -316,25 +316,30 @@ class Plan:
             list_bias: True to add the values of key_lists to the scores. Their gradient is
                 ``Gradients.dlist_bias``.
         """
-        columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
-        if columns is not None and columns != kv_len:
-            raise invalid("key_lists", f"{columns} columns", f"{kv_len}, the keys of all ranks")
-        given = {
-            "q_segment_ids": q_segment_ids,
-            "kv_segment_ids": kv_segment_ids,
-            "q_positions": q_positions,
-            "kv_positions": kv_positions,
-            "attention_mask": attention_mask,
-            "cum_seqlens_q": cum_seqlens_q,
-            "cum_seqlens_k": cum_seqlens_k,
-            **_key_lists.split(key_lists, len(self._q_rows), list_bias=list_bias),
-        }
-        self.adapt(batch_arrays(given))
-
-    def adapt(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Adapts the plan to the arrays of a batch, as ``batch_arrays`` returns them."""
         with self._collective():
-            self._plan.update(arrays)
+            columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
+            if columns is not None and columns != kv_len:
+                raise invalid("key_lists", f"{columns} columns", f"{kv_len}, the keys of all ranks")
+            given = {
+                "q_segment_ids": q_segment_ids,
+                "kv_segment_ids": kv_segment_ids,
+                "q_positions": q_positions,
+                "kv_positions": kv_positions,
+                "attention_mask": attention_mask,
+                "cum_seqlens_q": cum_seqlens_q,
+                "cum_seqlens_k": cum_seqlens_k,
+                **_key_lists.split(key_lists, len(self._q_rows), list_bias=list_bias),
+            }
+            self._adapt(given)
+
+    def adapt(self, given: dict[str, Any]) -> None:
+        """Adapts the plan to the arrays of a batch by name, with key lists as their arrays."""
+        with self._collective():
+            self._adapt(given)
+
+    def _adapt(self, given: dict[str, Any]) -> None:
+        arrays = batch_arrays(given)
+        self._plan.update(arrays)
         bias = arrays.get("key_list_bias")
         self._biased_pairs = None if bias is None else len(bias)
 

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 import annulus_attention as annulus
+import annulus_attention.torch  # noqa: F401
 
 SIDE, HEADS, DIM, KINDS, STEPS = 18, 4, 8, 9, 6
 comm = MPI.COMM_WORLD

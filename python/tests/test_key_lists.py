@@ -3,7 +3,6 @@ transformer over 1, 2 and 3 processes."""
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from helpers import random
@@ -13,6 +12,7 @@ import annulus_attention as annulus
 
 scipy_sparse = pytest.importorskip("scipy.sparse")
 torch = pytest.importorskip("torch")
+pytest.importorskip("annulus_attention.torch")
 
 ROWS, HEADS, DIM = 70, 4, 8
 
@@ -36,7 +36,9 @@ def test_lists_of_every_library_are_the_equal_dense_mask(ranks: int) -> None:
     csr, (q, k, v) = graph(), tensors()
     want = annulus.flash_attention(q, k, v, attention_mask=dense(csr))
     as_torch = torch.sparse_csr_tensor(
-        torch.from_numpy(csr.indptr), torch.from_numpy(csr.indices), torch.from_numpy(csr.data),
+        torch.from_numpy(csr.indptr),
+        torch.from_numpy(csr.indices),
+        torch.from_numpy(csr.data),
         csr.shape,
     )
     for key_lists in (csr, as_torch, (csr.indptr, csr.indices)):
@@ -44,9 +46,13 @@ def test_lists_of_every_library_are_the_equal_dense_mask(ranks: int) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
     # stored zeros are visible, and by group of heads
     csr.data[:] = 0
-    np.testing.assert_allclose(annulus.flash_attention(q, k, v, key_lists=csr), want, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        annulus.flash_attention(q, k, v, key_lists=csr), want, rtol=2e-5, atol=2e-6
+    )
     other = graph(5)
-    got = annulus.flash_attention(q, k, v, key_lists=scipy_sparse.vstack([csr, other], format="csr"))
+    got = annulus.flash_attention(
+        q, k, v, key_lists=scipy_sparse.vstack([csr, other], format="csr")
+    )
     mask = np.repeat(np.concatenate([dense(graph()), dense(other)], axis=1), 2, axis=1)
     want = annulus.flash_attention(q, k, v, attention_mask=mask)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -98,7 +104,9 @@ def test_bad_lists_are_refused_by_name() -> None:
 @needs_mpi
 def test_a_graph_transformer_has_the_same_loss_on_every_number_of_ranks() -> None:
     losses = [
-        np.array([float(line) for line in launch(ranks, "../examples/graph_transformer.py").split()])
+        np.array(
+            [float(line) for line in launch(ranks, "../examples/graph_transformer.py").split()]
+        )
         for ranks in (1, 2, 3)
     ]
     assert losses[0][-1] < losses[0][0]

@@ -81,7 +81,6 @@ def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
 
     With ``draws_seed`` every rank has drawn a seed of dropout, and that of rank 0 counts.
     """
-    given = _calls.with_lists(given)
     if given.get("comm") is not None:
         return _attend_over_ranks(given, draws_seed=draws_seed)
     return _calls.chosen(given, _derivatives.apply(*_prepare(given)))
@@ -110,6 +109,7 @@ def _attend_over_ranks(given: Arguments, *, draws_seed: bool) -> Any:
 
 def _prepare(given: Arguments) -> tuple[Any, ...]:
     """Returns the inputs of the operator."""
+    given = _calls.with_lists(given)
     tensors = [_tensor(name, given[name]) for name in TENSORS]
     batch = [_on_host(name, given[name]) for name in BATCH]
     seed = _seed(given["dropout_seed"])

@@ -18,9 +18,9 @@ use crate::{
     },
 };
 
-/// Time of a gathered pair in units of a pair of a tile, rounded up
-/// (`benches/record/lists.md`): reads of two rows that no panel holds.
-const GATHER_COST: u64 = 4;
+/// Time of a gathered pair in units of a pair of a full tile (`benches/record/lists.md`): it reads
+/// two rows that no panel holds.
+const GATHER_COST: u64 = 32;
 
 /// Pairs of the block that is computed on.
 #[derive(Debug, Default)]

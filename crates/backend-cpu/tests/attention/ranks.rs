@@ -173,6 +173,7 @@ impl<E: Element> Rank<E> {
             queries: shard(Side::Q),
             keys: shard(Side::Kv),
             attention_mask: batch.attention_mask.clone().map(Arc::new),
+            key_lists: batch.key_lists.clone(),
             most_block_rows: most(Side::Kv, dims.kv_len),
             most_query_rows: most(Side::Q, dims.q_len),
             leaves: None,

@@ -101,6 +101,7 @@ fn shard() -> Result<RankShard> {
         queries: Arc::clone(&rows),
         keys: rows,
         attention_mask: None,
+        key_lists: None,
         most_block_rows: 4,
         most_query_rows: 4,
         leaves: None,

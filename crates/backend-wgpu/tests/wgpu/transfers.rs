@@ -330,6 +330,7 @@ fn shard(rows: u64) -> Result<RankShard> {
         queries: Arc::clone(&rows),
         keys: rows,
         attention_mask: None,
+        key_lists: None,
         leaves: None,
     })
 }

@@ -51,6 +51,7 @@ fn problem() -> impl Strategy<Value = (Dims, Batch)> {
                 q_positions: (with_positions & 1 != 0).then_some(q_positions),
                 kv_positions: (with_positions & 2 != 0).then_some(k_positions),
                 attention_mask: None,
+                key_lists: None,
                 cum_seqlens_q: (packed & 1 != 0).then(|| ends(false)),
                 cum_seqlens_k: (packed & 2 != 0).then(|| ends(true)),
             };
