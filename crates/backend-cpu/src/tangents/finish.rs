@@ -7,18 +7,24 @@
 //! da˙_t = −Σ_i e^{a_t − m}/ℓ·((ȧ_t − μ)·Δ + Δ̇)
 //! ```
 
+use std::sync::Mutex;
+
 use annulus_core::{
     Element, Gradients, HostBuffer, HostView, HostViewMut, Result, TangentInputs, TangentOutputs,
     Tick,
 };
-use ndarray::{ArrayView4, Axis};
+use ndarray::{ArrayView4, ArrayViewMut2, Axis, s};
+
+use super::strip_elements;
 
 use crate::{
     simd::{dispatch::Real, element::Float},
-    threads::team::Team,
+    threads::{ordered_reduction::lock, team::Team},
     tile::{
         geometry::{Geometry, Strip},
         input::{Acc, TileInput, TileSource, array, array_mut},
+        pack::{TakeLane, each_lane},
+        tile_mask::TILE,
     },
     workspace::{
         state::PassState,
@@ -66,32 +72,65 @@ pub(crate) fn write_tangents<E: TileInput>(
             }
         }
     }
-    team.run(scratch, chunks.iter_mut(), Some(tick), |_, chunk, _| {
-        let sinks = sinks_of(sinks, of_sinks, chunk.head);
-        end_rows::<E>(geometry, chunk, &sinks, dout, dlse);
-    });
     let mut out = outputs.out.as_mut().map(|out| array_mut::<E>("out", out)).transpose()?;
-    let mut out_tangent = array_mut::<E>("tangent of out", &mut outputs.out_tangent)?;
+    let out_tangent = array_mut::<E>("tangent of out", &mut outputs.out_tangent)?;
     let mut lse_tangent = array_mut::<Acc<E>>("tangent of lse", &mut outputs.lse_tangent)?;
-    let value_rows = geometry.value_rows();
-    for chunk in chunks {
-        let (batch, head) = (chunk.batch, chunk.head);
-        for (lane, row) in chunk.rows.clone().enumerate() {
-            lse_tangent[[batch, head, row, 0]] = chunk.row.mean[lane];
-        }
+    // chunks write disjoint rows, under a lock held once for each strip
+    let views = Mutex::new([Some(out_tangent), out.take()]);
+    team.run(scratch, chunks.iter_mut(), Some(tick), |scratch, chunk, _| {
+        let sinks = sinks_of(sinks, of_sinks, chunk.head);
+        end_rows::<E>(geometry, chunk, &sinks, &mut scratch.dout_lanes, dout, dlse);
         for strip in geometry.strips(chunk.rows.len()) {
-            for (lane, row) in strip.rows_from(chunk.rows.start).enumerate() {
-                let element = |c: usize| strip.rows.start * value_rows + c * strip.width + lane;
-                for c in 0..geometry.dims.value_dim {
-                    out_tangent[[batch, row, head, c]] = E::narrow(chunk.out_tangent[element(c)]);
-                    if let Some(out) = &mut out {
-                        out[[batch, row, head, c]] = E::narrow(chunk.out[element(c)]);
-                    }
-                }
+            let rows = strip.rows_from(chunk.rows.start);
+            let elements = strip_elements(&strip, geometry.value_rows());
+            let mut views = lock(&views);
+            for (view, sums) in views.iter_mut().zip([&chunk.out_tangent, &chunk.out]) {
+                let Some(view) = view else { continue };
+                let into = view.slice_mut(s![chunk.batch, rows.clone(), chunk.head, ..]);
+                let write = WriteRows { into, factor: Acc::<E>::ONE, is_empty: None };
+                write.run(geometry, &sums[elements.clone()], &strip);
             }
+        }
+    });
+    for chunk in chunks {
+        for (lane, row) in chunk.rows.clone().enumerate() {
+            lse_tangent[[chunk.batch, chunk.head, row, 0]] = chunk.row.mean[lane];
         }
     }
     Ok(())
+}
+
+/// Writes the vectors of a strip to their rows of a tensor.
+struct WriteRows<'a, E: TileInput> {
+    /// `[rows, dim]`.
+    into: ArrayViewMut2<'a, E>,
+    factor: Acc<E>,
+    /// Maximum of each row: a row of +∞ is 0, even if its vector is not finite.
+    is_empty: Option<&'a [Acc<E>]>,
+}
+
+impl<E: TileInput> WriteRows<'_, E> {
+    fn run(self, geometry: &Geometry, sums: &[Acc<E>], strip: &Strip) {
+        let dim = self.into.ncols();
+        each_lane(geometry.token, sums, strip.width, strip.rows.len(), dim, self);
+    }
+}
+
+impl<E: TileInput> TakeLane<Acc<E>> for WriteRows<'_, E> {
+    #[inline(always)]
+    fn take(&mut self, lane: usize, first: usize, sums: &[Acc<E>]) {
+        let mut row = self.into.row_mut(lane);
+        let factor = self.factor;
+        if self.is_empty.is_some_and(|max| max[lane] == Acc::<E>::INFINITY) {
+            row.slice_mut(s![first..first + sums.len()]).fill(E::narrow(Acc::<E>::ZERO));
+        } else if let Some(row) = row.as_slice_mut() {
+            let row = row[first..].iter_mut().zip(sums);
+            row.for_each(|(into, &sum)| *into = E::narrow(factor * sum));
+        } else {
+            let row = row.slice_mut(s![first..]);
+            row.into_iter().zip(sums).for_each(|(into, &sum)| *into = E::narrow(factor * sum));
+        }
+    }
 }
 
 /// Returns maximum, sum and Σ e^{s − max}·ṡ of a row with its sinks.
@@ -119,6 +158,7 @@ fn end_rows<E: TileInput>(
     geometry: &Geometry,
     chunk: &mut Chunk<Acc<E>>,
     sinks: &[[f64; 2]],
+    dout_lanes: &mut [Acc<E>],
     dout: Option<ArrayView4<'_, E>>,
     dlse: Option<ArrayView4<'_, Acc<E>>>,
 ) {
@@ -139,38 +179,48 @@ fn end_rows<E: TileInput>(
         chunk.row.mean[lane] = Element::from_f64(mean);
         chunk.row.delta[lane] = Element::from_f64(of_sums);
     }
-    let value_rows = geometry.value_rows();
     for strip in geometry.strips(chunk.rows.len()) {
         let Strip { rows, width, .. } = &strip;
-        let first = rows.start * value_rows;
-        for c in 0..geometry.dims.value_dim {
-            for lane in 0..*width {
-                let at = first + c * width + lane;
-                let factor = chunk.row.delta[rows.start + lane];
-                let out = chunk.out[at] * factor;
-                chunk.out[at] = out;
-                let mean = chunk.row.mean[rows.start + lane];
-                chunk.out_tangent[at] = chunk.out_tangent[at] * factor - mean * out;
+        let lanes = rows.start..rows.start + width;
+        let elements = strip_elements(&strip, geometry.value_rows());
+        let factors = &chunk.row.delta[lanes.clone()];
+        let means = &chunk.row.mean[lanes.clone()];
+        let out = chunk.out[elements.clone()].chunks_exact_mut(*width);
+        let tangents = chunk.out_tangent[elements.clone()].chunks_exact_mut(*width);
+        for (out, tangents) in out.zip(tangents) {
+            let of_row = factors.iter().zip(means);
+            for ((out, tangent), (&factor, &mean)) in out.iter_mut().zip(tangents).zip(of_row) {
+                *out = *out * factor;
+                *tangent = *tangent * factor - mean * *out;
+            }
+        }
+        let mut deltas = [[0.0; TILE]; 2];
+        if let Some(dout) = dout {
+            let plane = TileSource::tensor(dout).plane(chunk.batch, chunk.head);
+            let dout_lanes = &mut dout_lanes[..geometry.dims.value_dim * width];
+            let of_chunk = strip.rows_from(chunk.rows.start);
+            geometry.pack_strip(plane, of_chunk.clone(), *width, dout_lanes);
+            for (sums, of_out) in deltas.iter_mut().zip([&chunk.out, &chunk.out_tangent]) {
+                let of_out = of_out[elements.clone()].chunks_exact(*width);
+                for (dout, of_out) in dout_lanes.chunks_exact(*width).zip(of_out) {
+                    for (sum, (dout, of_out)) in sums.iter_mut().zip(dout.iter().zip(of_out)) {
+                        *sum += dout.to_f64() * of_out.to_f64();
+                    }
+                }
+            }
+            if let Some(dlse) = dlse {
+                for (delta, row) in deltas[0].iter_mut().zip(of_chunk) {
+                    *delta -= dlse[[chunk.batch, chunk.head, row, 0]].to_f64();
+                }
             }
         }
         for lane in 0..*width {
-            let row = chunk.rows.start + rows.start + lane;
             let index = rows.start + lane;
-            let mut deltas = [0.0; 2];
+            // 0 in a row without scores, even if its dout or dlse is not finite
             let is_empty = chunk.row.max[index] == Acc::<E>::INFINITY;
-            if let Some(dout) = dout.filter(|_| lane < rows.len() && !is_empty) {
-                for c in 0..geometry.dims.value_dim {
-                    let at = first + c * width + lane;
-                    let dout = dout[[chunk.batch, row, chunk.head, c]].to_f64();
-                    deltas[0] += dout * chunk.out[at].to_f64();
-                    deltas[1] += dout * chunk.out_tangent[at].to_f64();
-                }
-                let dlse =
-                    dlse.map_or(0.0, |dlse| dlse[[chunk.batch, chunk.head, row, 0]].to_f64());
-                deltas[0] -= dlse;
-            }
-            chunk.row.delta[index] = Element::from_f64(deltas[0]);
-            chunk.row.delta_tangent[index] = Element::from_f64(deltas[1]);
+            let of_lane = |deltas: &[f64; TILE]| if is_empty { 0.0 } else { deltas[lane] };
+            chunk.row.delta[index] = Element::from_f64(of_lane(&deltas[0]));
+            chunk.row.delta_tangent[index] = Element::from_f64(of_lane(&deltas[1]));
         }
     }
 }
@@ -188,18 +238,16 @@ pub(crate) fn write_gradients<E: TileInput>(
     let spec = &*state.shard.spec;
     let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
     let scale = Acc::<E>::from_f64(spec.scale);
-    let head_rows = geometry.head_rows();
     for chunk in chunks {
         for strip in geometry.strips(chunk.rows.len()) {
-            for (lane, row) in strip.rows_from(chunk.rows.start).enumerate() {
-                // 0 even if a key is not finite
-                let is_empty = chunk.row.max[strip.rows.start + lane] == Acc::<E>::INFINITY;
-                for c in 0..geometry.dims.head_dim {
-                    let sum = chunk.dq[strip.rows.start * head_rows + c * strip.width + lane];
-                    let dq = &mut dq[[chunk.batch, row, chunk.head, c]];
-                    *dq = E::narrow(if is_empty { Acc::<E>::ZERO } else { scale * sum });
-                }
-            }
+            let rows = strip.rows_from(chunk.rows.start);
+            let sums = &chunk.dq[strip_elements(&strip, geometry.head_rows())];
+            let write = WriteRows {
+                into: dq.slice_mut(s![chunk.batch, rows, chunk.head, ..]),
+                factor: scale,
+                is_empty: Some(&chunk.row.max[strip.rows.clone()]),
+            };
+            write.run(geometry, sums, &strip);
         }
     }
     let record = spec.gradient_row_layout();
@@ -212,11 +260,17 @@ pub(crate) fn write_gradients<E: TileInput>(
         for batch in 0..batches {
             for row in 0..rows {
                 for head in 0..heads {
-                    let mut into = tensor.index_axis_mut(Axis(0), batch);
-                    let mut into = into.index_axis_mut(Axis(0), row);
-                    let into = into.index_axis_mut(Axis(0), head);
+                    let mut into = tensor.slice_mut(s![batch, row, head, ..]);
                     let from = source.vector(batch, row, head);
-                    into.into_iter().zip(from).for_each(|(into, &sum)| *into = E::narrow(sum));
+                    match (into.as_slice_mut(), from.to_slice()) {
+                        (Some(into), Some(from)) => {
+                            let pairs = into.iter_mut().zip(from);
+                            pairs.for_each(|(into, &sum)| *into = E::narrow(sum));
+                        }
+                        _ => into.iter_mut().zip(from).for_each(|(into, &sum)| {
+                            *into = E::narrow(sum);
+                        }),
+                    }
                 }
             }
         }

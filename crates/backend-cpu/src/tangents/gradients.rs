@@ -62,32 +62,29 @@ impl<A: Real> RowPanel<A> {
         dim: usize,
     ) {
         self.rows = rows.len();
-        let mut probe = A::ZERO;
+        let mut is_finite = true;
         let count = rows.len();
         for (index, row) in rows.enumerate() {
             let vector = plane.vector(row);
             for (first, columns) in column_panels(dim.next_multiple_of(A::WIDTH), lanes) {
                 let into = &mut self.elements[first * count + index * columns..][..columns];
-                let used = columns.min(dim - first);
-                into[used..].fill(A::ZERO);
-                let mut copy = |from: &mut dyn Iterator<Item = &E>| {
-                    for (into, &from) in into.iter_mut().zip(from) {
-                        *into = from.widen();
-                        probe += *into * A::ZERO;
-                    }
-                };
+                let (into, rest) = into.split_at_mut(columns.min(dim - first));
+                rest.fill(A::ZERO);
                 match vector.to_slice() {
                     Some(vector) => {
-                        for (into, &from) in into.iter_mut().zip(&vector[first..first + used]) {
-                            *into = from.widen();
-                            probe += *into * A::ZERO;
-                        }
+                        let from = &vector[first..first + into.len()];
+                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
                     }
-                    None => copy(&mut vector.iter().skip(first).take(used)),
+                    None => {
+                        let from = vector.iter().skip(first);
+                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
+                    }
                 }
+                // a reduction by `and`, which the compiler vectorises, as it does not a sum
+                is_finite &= into.iter().fold(true, |all, &x| all & (x * A::ZERO == A::ZERO));
             }
         }
-        self.finite = probe == A::ZERO;
+        self.finite = is_finite;
     }
 
     /// Adds Σ_i tile\[j\]\[i\]·row(i) to `into`, the sums of a tile of keys j, for the keys `rows`.
@@ -98,7 +95,7 @@ impl<A: Real> RowPanel<A> {
         (coord, mask, rows): (&TileCoord, &TileMask, &Range<usize>),
         tile: &[A],
         len: usize,
-        (into, product): (&mut [A], &mut [A]),
+        into: &mut [A],
     ) {
         let lanes = geometry.strip_lanes();
         for (first, columns) in column_panels(len, lanes) {
@@ -116,11 +113,9 @@ impl<A: Real> RowPanel<A> {
                 continue;
             }
             let strip = (geometry.token, columns / A::WIDTH);
-            let product = &mut product[..rows.len() * columns];
             let a = &tile[rows.start * coord.width..];
-            gemm_rows(strip, a, coord.width, b, product);
-            let into = into[rows.start * columns..].iter_mut();
-            into.zip(&*product).for_each(|(into, &term)| *into += term);
+            let into = &mut into[rows.start * columns..rows.end * columns];
+            gemm_rows(strip, a, coord.width, b, into);
         }
     }
 }
@@ -277,7 +272,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let v = values.view().starting_at(at(values.stride));
         let k_tangent = k.starting_at(dims.head_dim);
         let v_tangent = v.starting_at(dims.value_dim);
-        block.scores(coord, tile_mask, k, q_lanes, tiles, true);
+        block.scores(coord, tile_mask, k, q_lanes, tiles, None);
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];
         gemm_nn(size, tile_mask, v, dout_lanes, dp, None, &mut ());
@@ -296,6 +291,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             keep: has_keep.then(|| &extra[span.clone()]),
             slopes: has_cap.then(|| [&slope[span.clone()], &slope_tangent[span.clone()]]),
             rows: [max, sum, mean, delta, delta_tangent].map(|list| &list[lanes.clone()]),
+            scale: block.scores.deferred_scale(),
             bias_first: spec.bias_order == BiasOrder::BeforeSoftCap,
             words: tile_mask.words(),
         };
@@ -313,7 +309,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let rows = visible.start / MAX_REGISTER_ROWS * MAX_REGISTER_ROWS
             ..visible.end.next_multiple_of(MAX_REGISTER_ROWS);
         let [head_len, value_len] = row_lengths::<Acc<E>>(geometry);
-        let GradientScratch { rows: [q, q_tangent, dout], dk, dv, product } = gradients;
+        let GradientScratch { rows: [q, q_tangent, dout], dk, dv } = gradients;
         let dk = &mut dk[tile * TILE * head_len..][..TILE * head_len];
         let dv = &mut dv[tile * TILE * value_len..][..TILE * value_len];
         for tile in [&mut *s, s_tangent, dp] {
@@ -322,9 +318,9 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             }
         }
         let at = (coord, &*tile_mask, &rows);
-        q.add_product(geometry, at, s_tangent, head_len, (dk, product));
-        q_tangent.add_product(geometry, at, s, head_len, (dk, product));
-        dout.add_product(geometry, at, dp, value_len, (dv, product));
+        q.add_product(geometry, at, s_tangent, head_len, dk);
+        q_tangent.add_product(geometry, at, s, head_len, dk);
+        dout.add_product(geometry, at, dp, value_len, dv);
     }
 
     /// Adds the tangent of dS, which `tile` holds, to that of dbias.
@@ -384,8 +380,10 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
 /// Computes dẊ in `s_tangent`, dX in `s`, keep∘Ṗ in `dp` and the tangent of the gradient of the
 /// bias in `dp_tangent`. All are 0 for masked pairs.
 struct ScoreGradientTangents<'a, A> {
+    /// In: S and Ṡ, divided by `scale`.
     s: &'a mut [A],
     s_tangent: &'a mut [A],
+    scale: A,
     dp: &'a mut [A],
     dp_tangent: &'a mut [A],
     keep: Option<&'a [A]>,
@@ -401,7 +399,7 @@ impl<A: Real> SimdKernel<A> for ScoreGradientTangents<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        let zero = V::splat(A::ZERO);
+        let (scale, zero) = (V::splat(self.scale), V::splat(A::ZERO));
         let mut of_rows = [[zero; VECTORS]; 5];
         for (into, list) in of_rows.iter_mut().zip(self.rows) {
             let Some(list) = V::row::<VECTORS>(list) else { return };
@@ -417,8 +415,10 @@ impl<A: Real> SimdKernel<A> for ScoreGradientTangents<'_, A> {
         for (row, (((s, s_tangent), dp), dp_tangent)) in rows.enumerate() {
             let word = self.words.map_or(!0, |words| words[row]);
             unrolled!(v < VECTORS, {
-                let prob = V::load(&s[v]).minus(max[v]).softmax_exp().times(inverse_sum[v]);
-                let mut prob_tangent = prob.times(V::load(&s_tangent[v]).minus(mean[v]));
+                let score = V::load(&s[v]).times(scale);
+                let prob = score.minus(max[v]).softmax_exp().times(inverse_sum[v]);
+                let tangent = V::load(&s_tangent[v]).times(scale);
+                let mut prob_tangent = prob.times(tangent.minus(mean[v]));
                 let mut of_dp = V::load(&dp[v]);
                 let mut of_tangent = V::load(&dp_tangent[v]);
                 let mut kept = prob_tangent;

@@ -115,9 +115,13 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let dims = self.geometry.dims;
         let token = self.geometry.token;
         let size = (token, coord.vectors);
-        let TangentScratch { keys, values, q_lanes, tiles, rescale, tile_mask, .. } = scratch;
+        let TangentScratch { keys, values, q_lanes, tiles, tile_max, rescale, tile_mask, .. } =
+            scratch;
         let q_lanes = &q_lanes[strip_elements(strip, 3 * dims.head_dim)];
-        self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, false);
+        let tile_max = &mut tile_max[..coord.width];
+        let wanted = Some(&mut *tile_max);
+        let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, wanted);
+        let scale = self.scores.deferred_scale();
         let TangentTiles { s, s_tangent, extra, .. } = tiles;
         let span = coord.span(tile_mask.rows());
         let lanes = strip.rows.start..strip.rows.start + strip.width;
@@ -127,18 +131,20 @@ impl<E: TileInput> TangentBlock<'_, E> {
             coord.vectors,
             OnlineSoftmax {
                 tile: &mut s[span.clone()],
-                scale: Acc::<E>::ONE,
-                tile_max: None,
+                scale,
+                tile_max: products.max_known.then_some(&*tile_max),
                 max: &mut chunk.row.max[lanes.clone()],
                 sum: &mut chunk.row.sum[lanes.clone()],
                 ties: None,
-                row_ranges: None,
+                row_ranges: products.row_ranges.filter(|_| products.masked),
                 rescale,
             },
         );
         let weigh = WeighTangents {
             probs: &s[span.clone()],
             tangents: &mut s_tangent[span.clone()],
+            scale,
+            words: tile_mask.words(),
             mean: &mut chunk.row.mean[lanes],
             rescale,
         };
@@ -164,10 +170,13 @@ impl<E: TileInput> TangentBlock<'_, E> {
     }
 }
 
-/// Ṡ ← P∘Ṡ, and its sum over keys: mean ← mean·rescale + Σ P∘Ṡ.
+/// Ṡ ← P∘Ṡ, 0 for masked pairs, and its sum over keys: mean ← mean·rescale + Σ P∘Ṡ.
 struct WeighTangents<'a, A> {
     probs: &'a [A],
+    /// In: Ṡ / scale.
     tangents: &'a mut [A],
+    scale: A,
+    words: Option<&'a [u64]>,
     mean: &'a mut [A],
     rescale: &'a [A],
 }
@@ -183,10 +192,13 @@ impl<A: Real> SimdKernel<A> for WeighTangents<'_, A> {
             return;
         };
         let mut sum = [V::splat(A::ZERO); VECTORS];
+        let (scale, zero) = (V::splat(self.scale), V::splat(A::ZERO));
         let rows = each_row_mut::<A, V, _>(V::strip_mut::<VECTORS>(self.tangents));
-        for (row, probs) in rows.zip(V::strip::<VECTORS>(self.probs)) {
+        for (index, (row, probs)) in rows.zip(V::strip::<VECTORS>(self.probs)).enumerate() {
+            let word = self.words.map_or(!0, |words| words[index]);
             unrolled!(v < VECTORS, {
-                let product = V::load(&row[v]).times(V::load(&probs[v]));
+                let product = V::load(&row[v]).times(scale).times(V::load(&probs[v]));
+                let product = product.select(word >> (v * V::WIDTH), zero);
                 sum[v] = sum[v].plus(product);
                 product.store(&mut row[v]);
             });

@@ -33,13 +33,14 @@ use crate::{
     simd::{
         dispatch::{ArrayKernel, Real},
         element::Float,
-        vector::{opaque_rows, strip, strip_mut},
+        vector::{map, opaque_rows, strip, strip_mut, zip},
     },
     tile::{
         bias::load_bias,
         gemm::gemm_nn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
+        operands::TileProducts,
         pack::PanelView,
         scores::{MaskFill, Scores},
         tile_mask::{LaneAxis, TileMask},
@@ -159,8 +160,10 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         mask.classify(LaneAxis::Queries, &self.visibility, tile, keys.clone(), bits)
     }
 
-    /// Computes S in `tiles.s` and Ṡ in `tiles.s_tangent` for the visible rows of a tile: −∞ and 0
-    /// for masked pairs. With `slopes` also ∂s/∂x and its tangent, if there is a soft cap.
+    /// Computes S in `tiles.s` and Ṡ in `tiles.s_tangent` for the visible rows of a tile, both
+    /// divided by [`Scores::deferred_scale`]. Masked pairs are unspecified in Ṡ; in S they are −∞
+    /// with `tile_max`, which may receive the maximum of each lane, and else unspecified. Without
+    /// `tile_max` also ∂s/∂x and its tangent, if there is a soft cap.
     fn scores(
         &self,
         coord: &TileCoord,
@@ -168,14 +171,38 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         panel: PanelView<'_, Acc<E>>,
         q_lanes: &[Acc<E>],
         tiles: &mut TangentTiles<Acc<E>>,
-        slopes: bool,
-    ) {
+        tile_max: Option<&mut [Acc<E>]>,
+    ) -> TileProducts {
         let Self { geometry: Geometry { token, dims, .. }, scores, .. } = self;
         let strip = (*token, coord.vectors);
         let one = dims.head_dim * coord.width;
-        let TangentTiles { s, s_tangent, slope, slope_tangent, extra, bias_tangent, .. } = tiles;
-        gemm_nn(strip, tile_mask, panel, &q_lanes[..one], s, None, &mut ());
+        let TangentTiles { s, s_tangent, .. } = tiles;
+        let is_jvp = tile_max.is_some();
+        let tile_max = tile_max.filter(|_| !scores.needs_epilogue());
+        let products = gemm_nn(strip, tile_mask, panel, &q_lanes[..one], s, tile_max, &mut ());
         gemm_nn(strip, tile_mask, panel, &q_lanes[one..3 * one], s_tangent, None, &mut ());
+        if scores.needs_epilogue() {
+            self.finish_scores(coord, tile_mask, tiles, !is_jvp);
+        }
+        let TangentTiles { s, .. } = tiles;
+        if let Some(words) = tile_mask.words().filter(|_| is_jvp && !products.masked) {
+            let span = coord.span(tile_mask.rows());
+            let kernel = MaskFill { tile: &mut s[span], value: -Acc::<E>::INFINITY, words };
+            Acc::<E>::run_kernel(*token, coord.vectors, kernel);
+        }
+        products
+    }
+
+    /// Applies scale, rounding, bias and soft cap to the products of a tile.
+    fn finish_scores(
+        &self,
+        coord: &TileCoord,
+        tile_mask: &mut TileMask,
+        tiles: &mut TangentTiles<Acc<E>>,
+        slopes: bool,
+    ) {
+        let Self { geometry: Geometry { token, .. }, scores, .. } = self;
+        let TangentTiles { s, s_tangent, slope, slope_tangent, extra, bias_tangent, .. } = tiles;
         let has_bias = scores.has_bias();
         if has_bias {
             scores.fill_bias(coord, tile_mask, extra);
@@ -201,12 +228,6 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
             bias_first: spec.bias_order == BiasOrder::BeforeSoftCap,
         };
         Acc::<E>::run(*token, coord.vectors, epilogue);
-        if let Some(words) = tile_mask.words() {
-            for (tile, value) in [(s, -Acc::<E>::INFINITY), (s_tangent, Acc::<E>::ZERO)] {
-                let kernel = MaskFill { tile: &mut tile[span.clone()], value, words };
-                Acc::<E>::run_kernel(*token, coord.vectors, kernel);
-            }
-        }
     }
 }
 
@@ -234,42 +255,43 @@ impl<A: Real> ArrayKernel for TangentEpilogue<'_, A> {
         let bias = bias.map(strip::<A, 1, WIDTH>);
         let bias_tangent = bias_tangent.map(strip::<A, 1, WIDTH>);
         let mut slopes = slopes.map(|slopes| slopes.map(strip_mut::<A, 1, WIDTH>));
-        let zero = [A::ZERO; WIDTH];
         let rows = opaque_rows(strip_mut::<A, 1, WIDTH>(s));
+        // whole vectors in each step, as in `tile/scores.rs`
         for (index, ([s], [t])) in rows.zip(strip_mut::<A, 1, WIDTH>(s_tangent)).enumerate() {
-            let of = |bias: Option<&[[[A; WIDTH]; 1]]>| bias.map_or(zero, |bias| bias[index][0]);
-            let (added, added_tangent) = (of(bias), of(bias_tangent));
-            for lane in 0..WIDTH {
-                let product = round.map_or(s[lane], |dtype| s[lane].rounded(dtype));
-                s[lane] = scale * product;
-                t[lane] = scale * t[lane];
-                if bias_first {
-                    s[lane] += added[lane];
-                    t[lane] += added_tangent[lane];
-                }
+            if let Some(dtype) = round {
+                *s = map(*s, |s| s.rounded(dtype));
+            }
+            *s = map(*s, |s| scale * s);
+            *t = map(*t, |t| scale * t);
+            let bias = bias.and_then(|bias| bias.get(index));
+            let bias_tangent = bias_tangent.and_then(|bias| bias.get(index));
+            if bias_first {
+                add(s, bias);
+                add(t, bias_tangent);
             }
             if let Some([cap, inverse]) = cap {
-                let mut slope = zero;
-                let mut slope_tangent = zero;
-                for lane in 0..WIDTH {
-                    let tanh = (s[lane] * inverse).tanh::<FUSED>();
-                    slope[lane] = A::ONE - tanh * tanh;
-                    s[lane] = cap * tanh;
-                    t[lane] = slope[lane] * t[lane];
-                    slope_tangent[lane] = -(tanh + tanh) * t[lane] * inverse;
-                }
+                let tanh = map(*s, |s| (s * inverse).tanh::<FUSED>());
+                let slope = map(tanh, |tanh| A::ONE - tanh * tanh);
+                *s = map(tanh, |tanh| cap * tanh);
+                *t = zip(*t, slope, |t, slope| slope * t);
                 if let Some([of_slope, of_tangent]) = &mut slopes {
                     of_slope[index][0] = slope;
-                    of_tangent[index][0] = slope_tangent;
+                    of_tangent[index][0] = zip(tanh, *t, |tanh, t| -(tanh + tanh) * t * inverse);
                 }
             }
             if !bias_first {
-                for lane in 0..WIDTH {
-                    s[lane] += added[lane];
-                    t[lane] += added_tangent[lane];
-                }
+                add(s, bias);
+                add(t, bias_tangent);
             }
         }
+    }
+}
+
+/// Adds a vector, if there is one.
+#[inline(always)]
+fn add<A: Real, const WIDTH: usize>(into: &mut [A; WIDTH], term: Option<&[[A; WIDTH]; 1]>) {
+    if let Some([term]) = term {
+        *into = zip(*into, *term, |a, b| a + b);
     }
 }
 

@@ -113,7 +113,7 @@ pub(crate) fn gemm_nn<A: Real>(
     TileProducts { max_known, masked, row_ranges }
 }
 
-/// Computes C ← A·B for a strip B and as many rows of A, `stride` apart, as C has: a multiple of
+/// Computes C ← C + A·B for a strip B and as many rows of A, `stride` apart, as C has: a multiple of
 /// [`MAX_REGISTER_ROWS`].
 pub(crate) fn gemm_rows<A: Real>(
     (token, vectors): (IsaToken, usize),
@@ -122,8 +122,7 @@ pub(crate) fn gemm_rows<A: Real>(
     b: &[A],
     c: &mut [A],
 ) {
-    let gemm = GemmNn { a, stride, b, c, lane_words: None, tile_max: None, epilogue: &mut () };
-    A::run_kernel(token, vectors, gemm);
+    A::run_kernel(token, vectors, GemmRows { a, stride, b, c });
 }
 
 /// Accumulates the visible rows of a panel, weighted by `probs`.
@@ -289,6 +288,48 @@ impl<A: Real, B: GemmEpilogue> GemmNn<'_, A, B> {
             }
         });
         self.epilogue.after_register_tile();
+    }
+}
+
+/// C = C + A·B.
+struct GemmRows<'a, A> {
+    a: &'a [A],
+    stride: usize,
+    b: &'a [A],
+    c: &'a mut [A],
+}
+
+impl<A: Real> SimdKernel<A> for GemmRows<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
+        let rows = self.c.len() / (VECTORS * V::WIDTH);
+        each_register_tile!(ROWS, rows, first => self.register_tile::<V, VECTORS>(first));
+    }
+}
+
+impl<A: Real> GemmRows<'_, A> {
+    /// Computes `ROWS` rows of C from `row` on.
+    #[inline(always)]
+    fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(&mut self, row: usize) {
+        let b = V::strip::<VECTORS>(self.b);
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[row..].first_chunk_mut::<ROWS>() else {
+            return;
+        };
+        let a = &self.a[row * self.stride..];
+        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
+        let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        for (k, b) in b.iter().enumerate() {
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
+            );
+        }
+        unrolled!(r < ROWS, v < VECTORS, {
+            V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v]);
+        });
     }
 }
 

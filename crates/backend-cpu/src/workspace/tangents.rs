@@ -81,6 +81,7 @@ pub(crate) struct TangentScratch<A> {
     pub(crate) q_lanes: Aligned<A>,
     pub(crate) dout_lanes: Aligned<A>,
     pub(crate) tiles: TangentTiles<A>,
+    pub(crate) tile_max: Aligned<A>,
     pub(crate) rescale: Aligned<A>,
     pub(crate) gradients: GradientScratch<A>,
     pub(crate) chunk_tile: QueryTile,
@@ -215,6 +216,7 @@ impl<A: Real> TangentScratch<A> {
                 extra: tile(true)?,
                 bias_tangent: tile(true)?,
             },
+            tile_max: Aligned::zeroed(lanes)?,
             rescale: Aligned::zeroed(lanes)?,
             gradients: GradientScratch::new(geometry, is_double)?,
             chunk_tile: QueryTile::default(),
@@ -228,7 +230,13 @@ impl<A: Real> TangentScratch<A> {
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } =
             &self.tiles;
         let tiles = [s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra];
-        let lists = [&self.q_lanes, &self.dout_lanes, &self.rescale, &self.tiles.bias_tangent];
+        let lists = [
+            &self.q_lanes,
+            &self.dout_lanes,
+            &self.tile_max,
+            &self.rescale,
+            &self.tiles.bias_tangent,
+        ];
         tiles.into_iter().chain(lists).map(Aligned::bytes).sum::<usize>()
             + self.keys.bytes()
             + self.values.bytes()
@@ -245,8 +253,6 @@ pub(crate) struct GradientScratch<A> {
     /// Tangents of dk / scale and dv of the block's keys.
     pub(crate) dk: Aligned<A>,
     pub(crate) dv: Aligned<A>,
-    /// One product, before it is added to them.
-    pub(crate) product: Aligned<A>,
 }
 
 /// Vectors, one per row, in panels of as many columns as a strip has lanes: the vector operand of
@@ -271,13 +277,12 @@ impl<A: Real> GradientScratch<A> {
             rows: [panel(head)?, panel(head)?, panel(value)?],
             dk: wanted(KEY_TILES * TILE * head)?,
             dv: wanted(KEY_TILES * TILE * value)?,
-            product: wanted(TILE * geometry.strip_lanes())?,
         })
     }
 
     fn bytes(&self) -> usize {
         let rows = self.rows.each_ref().map(|panel| panel.elements.bytes());
-        rows.iter().sum::<usize>() + self.dk.bytes() + self.dv.bytes() + self.product.bytes()
+        rows.iter().sum::<usize>() + self.dk.bytes() + self.dv.bytes()
     }
 }
 
