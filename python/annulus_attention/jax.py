@@ -231,7 +231,12 @@ def _varying(array: Any, axes: set[str]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
-    return _forward(call, tensors, batch, forward_only=True)[:2]
+    return _returned(call, _forward(call, tensors, batch, forward_only=True))
+
+
+def _returned(call: Call, forward: Any) -> Any:
+    """Returns out, lse and, if wanted, the statistics."""
+    return (*forward[:2], *(forward[-2:] if call.attention.return_statistics else ()))
 
 
 def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Any:
@@ -241,23 +246,29 @@ def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_onl
     statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), _arrays.accumulator(query.dtype.name))
     out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
     names = _results(call, query.dtype, forward_only=forward_only)
-    wanted = [out if name.startswith("out") else statistics for name in names]
+    of_heads = jax.ShapeDtypeStruct((q_heads, 3, 2), statistics.dtype)
+    of_rows = jax.ShapeDtypeStruct((*statistics.shape, 3), statistics.dtype)
+    shapes = {"out": out, "out_residual": out, "statistics": of_rows, "head_statistics": of_heads}
+    wanted = [shapes.get(name, statistics) for name in names]
     given = {**_named(tensors), **batch}
     return _run(call, given, wanted, forward_only=forward_only)
 
 
 def _results(call: Call, dtype: Any, *, forward_only: bool) -> tuple[str, ...]:
     """Returns the names of the outputs of a forward pass: ties only of an unnormalised output, the
-    rounding residual of out only where the backward pass reads it.
+    rounding residual of out only where the backward pass reads it. Statistics are the last two.
     """
     ties = () if call.attention.normalize_output else ("ties",)
     keeps = keeps_out_residual(dtype.name, call.backend, forward_only=forward_only)
-    return ("out", "lse", "max", "sum", *ties, *(("out_residual",) if keeps else ()))
+    residual = ("out_residual",) if keeps else ()
+    of_scores = call.attention.return_statistics
+    statistics = ("statistics", "head_statistics") if of_scores else ()
+    return ("out", "lse", "max", "sum", *ties, *residual, *statistics)
 
 
 def _attend_forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
     forward = _forward(call, tensors, batch, forward_only=False)
-    return forward[:2], (tensors, batch, forward)
+    return _returned(call, forward), (tensors, batch, forward)
 
 
 def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
@@ -265,8 +276,11 @@ def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
     named = _named(tensors)
     wanted = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in named.values()]
     names = _results(call, tensors[0].dtype, forward_only=False)
-    results = dict(zip(names, forward, strict=True))
-    given = {**named, **batch, **results, **dict(zip(("dout", "dlse"), cotangents, strict=True))}
+    # statistics have no gradient
+    named_results = zip(names, forward, strict=True)
+    results = {name: array for name, array in named_results if not name.endswith("statistics")}
+    dout, dlse, *_ = cotangents
+    given = {**named, **batch, **results, "dout": dout, "dlse": dlse}
     gradients = dict(zip(named, _run(call, given, wanted, forward_only=False), strict=True))
     # a batch has no gradient
     return tuple(gradients.get(name) for name in TENSORS), None
@@ -334,7 +348,11 @@ def _write_outputs(plan: Plan, tensors: Tensors, written: list[Array]) -> None:
     query, key, value, bias, softmax_aux = tensors
     out, lse, *statistics = written
     done = plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse)
-    computed = (done.max, done.sum, done.ties, done.out_residual)
+    computed = [done.max, done.sum, done.ties, done.out_residual]
+    if done.statistics is not None:
+        # a plan may write a residual that is not wanted, before the statistics
+        *statistics, rows, heads = statistics
+        rows[...], heads[...] = done.statistics.rows, done.statistics.heads
     given = [array for array in computed if array is not None]
     for array, values in zip(statistics, given, strict=False):
         array[...] = values

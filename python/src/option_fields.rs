@@ -46,6 +46,8 @@ pub(crate) struct Config<'py> {
     pub(crate) machine: Option<(bool, String)>,
     pub(crate) documents: Option<Bound<'py, PyDict>>,
     pub(crate) receive_ahead: Option<usize>,
+    pub(crate) return_statistics: bool,
+    pub(crate) bias_table: Option<String>,
 }
 
 /// Names of `alignment`.
@@ -90,7 +92,8 @@ impl Config<'_> {
             .backward_mode(choice("backward_mode", &self.backward_mode, &BACKWARD_MODES)?)
             .forward_only(self.forward_only)
             .local_gradients(self.local_gradients)
-            .reproducible(self.reproducible))
+            .reproducible(self.reproducible)
+            .statistics(self.return_statistics))
     }
 
     /// Sets the options of division whose form is that of all languages.

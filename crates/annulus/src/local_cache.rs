@@ -230,7 +230,7 @@ mod tests {
     use ndarray::{Array4, Axis, Slice};
 
     use super::*;
-    use crate::{BackwardMode, Precision};
+    use crate::{BackwardMode, Precision, bias::BiasTable};
 
     fn numbers(rows: usize, heads: usize) -> Array4<f32> {
         Array4::from_shape_fn((2, rows, heads, 8), |(b, i, h, c)| {
@@ -289,6 +289,9 @@ mod tests {
         refused(new().second_derivatives(true), runtime.clone(), "second_derivatives");
         refused(new().bias([1, 1, 1, 1]), runtime.clone(), "bias");
         refused(new().unnormalized(true), runtime.clone(), "unnormalized");
+        let table = BiasTable::clipped(1, 1).unwrap();
+        refused(new().bias_table(table), runtime.clone(), "bias_table");
+        refused(new().statistics(true), runtime.clone(), "statistics");
         assert!(cache(&new().precision(Precision::Default), &runtime, shape, 2).is_ok());
         let told = |shape, ranks| text(cache(&new(), &runtime, shape, ranks));
         assert_eq!(told(shape, 0), "ranks: got 0, want at least 1");

@@ -101,6 +101,8 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
                             sum: Some(sum.view_mut()),
                             ties: unnormalized.then(|| ties.view_mut()),
                             out_residual: None,
+                            statistics: None,
+                            head_statistics: None,
                         },
                     )
                     .unwrap();

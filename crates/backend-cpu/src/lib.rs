@@ -62,12 +62,14 @@ mod workspace {
     pub(crate) mod scratch;
     pub(crate) mod state;
     pub(crate) mod statistics;
+    pub(crate) mod table_gradient;
 }
 
 mod tile {
     pub(crate) mod aligned;
     pub(crate) mod bf16_pairs;
     pub(crate) mod bias;
+    pub(crate) mod bias_table;
     pub(crate) mod dropout;
     pub(crate) mod ds_tile;
     pub(crate) mod gemm;

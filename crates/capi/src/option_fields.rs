@@ -245,6 +245,10 @@ pub struct annulus_options {
     /// less than a step. On a direct route, as many receives are posted as fit into that memory.
     /// Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
     pub receive_ahead: i64,
+    /// Flag: every forward pass writes statistics of the scores too, by row, and by head over all
+    /// ranks: the largest scale * q * k, the largest score, the entropy of the probabilities.
+    /// Default: 0.
+    pub statistics: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -283,7 +287,8 @@ pub(crate) fn set_mathematics(builder: Attention, options: &annulus_options) -> 
         .backward_mode(one_of("backward_mode", options.backward_mode, &BACKWARD_MODES)?)
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
-        .reproducible(flag("reproducible", options.reproducible)?))
+        .reproducible(flag("reproducible", options.reproducible)?)
+        .statistics(flag("statistics", options.statistics)?))
 }
 
 /// Sets the options of division whose form is that of all languages.

@@ -47,6 +47,8 @@ impl Backend for Pairwise {
             reproducible: false,
             out_residual: true,
             second_derivatives: false,
+            bias_table: false,
+            statistics: false,
         })
     }
 

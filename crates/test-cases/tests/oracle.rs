@@ -106,7 +106,7 @@ fn two_keys_by_hand() {
     case.q = array![[[[1.0]], [[3.0]]]];
     case.k = array![[[[0.5]], [[-1.0]]]];
     case.v = array![[[[10.0]], [[20.0]]]];
-    let Forward { out, lse, max, sum, ties } = forward(&case);
+    let Forward { out, lse, max, sum, ties, .. } = forward(&case);
     // query 0 attends to key 0 alone, with score 1; query 1 has the scores 3 and −6
     let (a, b) = (3f64.exp(), (-6f64).exp());
     assert_eq!(
@@ -127,7 +127,7 @@ fn queries_without_visible_keys_are_zero_and_have_no_gradient() {
     case.bias = Some(Array4::from_elem((1, 1, 1, 1), f64::NEG_INFINITY));
     for normalize in [true, false] {
         case.spec.normalize = normalize;
-        let Forward { out, lse, max, sum, ties } = forward(&case);
+        let Forward { out, lse, max, sum, ties, .. } = forward(&case);
         assert!(out.iter().chain(&sum).chain(&ties).all(|&x| x == 0.0));
         assert!(lse.iter().chain(&max).all(|&x| x == f64::NEG_INFINITY));
         let Backward { dq, dk, dv, dbias, dsinks } = gradients(&case);

@@ -37,11 +37,13 @@ pub(crate) fn begin<E: TileInput>(
     state.query_tiles.begin();
     state.key_leaves.next = 0;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let PassState { table_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
     });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
+    table_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,
