@@ -19,7 +19,15 @@ from ._cache import Cache
 from ._calls import flash_attention, ring_attention
 from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import BACKENDS, Plan
-from ._results import DoubleBackward, Forward, Gradients, Jvp, Report, StartedPass
+from ._results import (
+    DoubleBackward,
+    Forward,
+    Gradients,
+    Jvp,
+    Report,
+    StartedPass,
+    Statistics,
+)
 
 __version__ = "0.1.0"
 
@@ -41,6 +49,7 @@ __all__ = [
     "Report",
     "Shard",
     "StartedPass",
+    "Statistics",
     "Unsupported",
     "biases",
     "flash_attention",

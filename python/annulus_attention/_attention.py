@@ -57,6 +57,11 @@ class Attention(AttentionOptions):
         reproducible: Results have the same bits for any number of ranks, layout, transport and
             threads, on machines of the same arithmetic (numerics of the command ``annulus
             doctor``). A backward pass takes two passes around the ring, about 1.4 times the time.
+        return_statistics: Returns statistics of the scores, by row, and by head over all ranks: see
+            ``Statistics``.
+        bias_table: The bias is a learned table `[q_heads or 1, entries]` by relative positions:
+            ``clipped:LEFT,RIGHT``, ``t5:BUCKETS,DISTANCE``, ``t5-causal:BUCKETS,DISTANCE``,
+            ``grid:8x8`` or ``grid:LENGTHS,WINDOWS``.
     """
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from ._check import Documents, Machine, Rows
 from ._errors import invalid, unsupported
 from ._option_fields import PlanOptions
 from ._plan import TENSOR_NAMES, Plan
-from ._results import Forward
+from ._results import Forward, Statistics
 
 Arguments = dict[str, Any]
 """Arguments of ``flash_attention`` or ``ring_attention``, by name."""
@@ -251,6 +251,8 @@ def flash_attention(
     reproducible: bool = False,
     backend: str | None = None,
     device: int | None = None,
+    return_statistics: bool = False,
+    bias_table: str | None = None,
     # options.toml: end
     stream: int | None = None,
     fwd_params: None = None,
@@ -277,6 +279,8 @@ def flash_attention(
         attention_mask: ``[batch or 1, q_heads or 1, q_len, kv_len]``, bools or integers: visible
             only if not zero. Floats are refused.
         bias: ``[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]``, floats; −∞ masks its pair.
+            With bias_table the table, ``[q_heads or 1, entries]``, whose gradient is a sum over
+            all pairs.
         softmax_aux: Learnable sinks, ``[sinks]`` shared by all heads or ``[q_heads, sinks]``.
         q_segment_ids, kv_segment_ids: ``[batch, len]``, integers that fit 32 bits: visible only if
             equal and not negative. One given serves for both.
@@ -296,10 +300,11 @@ def flash_attention(
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
         return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
         return_max_sum: Appends max and sum, shape of lse. Only with ``normalize_output=False``.
+        return_statistics: Appends ``Statistics`` of the scores, which have no gradient.
 
     Returns:
-        out, ``[batch, q_len, q_heads, value_dim]``; or a tuple, see ``return_lse`` and
-        ``return_max_sum``.
+        out, ``[batch, q_len, q_heads, value_dim]``; or a tuple, see ``return_lse``,
+        ``return_max_sum`` and ``return_statistics``.
 
     Raises:
         ValueError: An argument has no meaning; the message and ``.argument`` name it.
@@ -359,6 +364,8 @@ def ring_attention(
     backend: str | None = None,
     device: int | None = None,
     receive_ahead: int | None = None,
+    return_statistics: bool = False,
+    bias_table: str | None = None,
     # options.toml: end
     float32_logits: bool | None = None,
     fused_backward: bool | None = None,
@@ -431,6 +438,7 @@ def ring_attention(
 
 def attend(given: Arguments) -> Any:
     """Computes a call, with a gradient where the arrays are of a library that has some."""
+    given = with_table(given)
     tensors: Tensors = tuple(given[name] for name in TENSORS)
     if _arrays.library(given["query"]) == "torch" or _requires_grad(*tensors):
         from .torch import attend as attend_with_torch
@@ -466,6 +474,8 @@ def attend(given: Arguments) -> Any:
         with plan_of(call, tensors, batch, forward_only=True) as plan:
             forward = pass_forward(plan, tensors)
         results = (forward.out, forward.lse, forward.max, forward.sum)
+        if forward.statistics is not None:
+            results += (forward.statistics.rows, forward.statistics.heads)
     return chosen(given, results)
 
 
@@ -483,6 +493,14 @@ def with_lists(given: Arguments) -> Arguments:
     return {**given, **_key_lists.split(value, int(shape[1]), list_bias=bias)}
 
 
+def with_table(given: Arguments) -> Arguments:
+    """Returns the arguments with a table of two axes as a bias of four."""
+    bias = given["bias"]
+    if given["bias_table"] is None or bias is None or getattr(bias, "ndim", None) != 2:
+        return given
+    return {**given, "bias": bias[None, :, None, :]}
+
+
 def check_returns(given: Arguments) -> None:
     """Checks ``return_lse`` and ``return_max_sum``."""
     _check.boolean("return_lse", given["return_lse"])
@@ -491,12 +509,16 @@ def check_returns(given: Arguments) -> None:
 
 
 def chosen(given: Arguments, results: tuple[Any, ...]) -> Any:
-    """Returns out, or a tuple of it and what else was asked for of lse, max and sum."""
+    """Returns out, or a tuple of it and what else was asked for of lse, max, sum and statistics,
+    which are the last two results.
+    """
     wanted: tuple[Any, ...] = (results[0],)
     if given["return_lse"]:
         wanted += (results[1],)
     if given["return_max_sum"]:
         wanted += results[2:4]
+    if given["return_statistics"]:
+        wanted += (Statistics(*results[-2:]),)
     return wanted[0] if len(wanted) == 1 else wanted
 
 

@@ -141,6 +141,11 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def bias_table(value: Any) -> str | None:
+    """Returns the kind of a bias table, whose parameters the extension module reads."""
+    return None if value is None else text("bias_table", value)
+
+
 def function_of(name: str, value: F) -> F:
     """Returns a function."""
     if not callable(value):

@@ -39,6 +39,8 @@ class AttentionOptions:
     dropout_seed: int | None = None
     precision: Any = None
     reproducible: bool = False
+    return_statistics: bool = False
+    bias_table: str | None = None
 
     def checked(self) -> dict[str, Any]:
         """Returns the checked options, by the names of the extension module."""
@@ -63,6 +65,8 @@ class AttentionOptions:
             "dropout_seed": _check.integer_or_none("dropout_seed", self.dropout_seed) or 0,
             "precision": _check.choice("precision", _check.precision(self.precision), PRECISIONS),
             "reproducible": _check.boolean("reproducible", self.reproducible),
+            "return_statistics": _check.boolean("return_statistics", self.return_statistics),
+            "bias_table": _check.bias_table(self.bias_table),
         }
 
 

@@ -17,7 +17,16 @@ from ._arrays import DeviceMemory, HostMemory, Place, Tensor, accumulator
 from ._attention import Attention, Numbers, config, lengths, options_of, spelled_runs
 from ._check import Documents, Machine, Rows
 from ._errors import argument_got_want, invalid, unsupported
-from ._results import DoubleBackward, Forward, Gradients, Jvp, Pass, Report, StartedPass
+from ._results import (
+    DoubleBackward,
+    Forward,
+    Gradients,
+    Jvp,
+    Pass,
+    Report,
+    StartedPass,
+    Statistics,
+)
 
 T = TypeVar("T")
 
@@ -181,6 +190,7 @@ class Plan:
             )
             self._dtype = _arrays.dtype_name("dtype", dtype)
             self._normalized = attention.normalize_output
+            self._statistics = attention.return_statistics
             checked = config(
                 attention,
                 self._lengths,
@@ -377,6 +387,9 @@ class Plan:
                 arrays[name] = memory.empty(statistics, acc, like)
             if self._has_out_residual:
                 arrays["out_residual"] = memory.empty(whole, self._dtype, like)
+            if self._statistics:
+                arrays["statistics"] = memory.empty((*statistics, 3), acc, like)
+                arrays["head_statistics"] = memory.empty((lengths["q_heads"], 3, 2), acc, like)
             reports = self._plan.forward({**inputs.arrays, **arrays})
         of_out = ("out", "out_residual")
         results = {
@@ -388,6 +401,10 @@ class Plan:
             results["out"] = out
         if lse is not None:
             results["lse"] = lse
+        if self._statistics:
+            results["statistics"] = Statistics(
+                results.pop("statistics"), results.pop("head_statistics")
+            )
         return Forward(**results, reports=reports_of(reports))
 
     def backward(

@@ -36,6 +36,45 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Statistics:
+    """Statistics of the scores of a forward pass, with ``return_statistics=True``.
+
+    The last axis of ``rows``, and the second of ``heads``: the largest scale·q·k before bias and
+    soft cap, the largest score after them, and the entropy −Σ p·ln p of the probabilities, in
+    which sinks count. All three are in float32 (float64 for float64 inputs), NaN where lse is.
+
+    Attributes:
+        rows: ``[batch, q_heads, q_len, 3]``; with a communicator, of this rank's queries. −∞, −∞
+            and 0 for a query without a visible key and without sinks.
+        heads: ``[q_heads, 3, 2]``: maximum and mean over all batch rows, and over all queries of
+            all ranks that have a visible key; −∞ and NaN of a head without one.
+    """
+
+    rows: Any
+    heads: Any
+
+    @property
+    def max_product(self) -> Any:
+        """``[batch, q_heads, q_len]``: largest scale·q·k, before bias and soft cap."""
+        return self.rows[..., 0]
+
+    @property
+    def max_score(self) -> Any:
+        """``[batch, q_heads, q_len]``: largest score, after bias and soft cap."""
+        return self.rows[..., 1]
+
+    @property
+    def entropy(self) -> Any:
+        """``[batch, q_heads, q_len]``: entropy of the probabilities, in nats."""
+        return self.rows[..., 2]
+
+    @property
+    def head_max_product(self) -> Any:
+        """``[q_heads]``: largest scale·q·k of each head over all ranks, which QK-clip compares."""
+        return self.heads[:, 0, 0]
+
+
+@dataclass(frozen=True)
 class Forward:
     """Outputs of a forward pass, which are inputs of the backward pass.
 
@@ -51,6 +90,7 @@ class Forward:
             rounded − out, rounded. Of bfloat16 and float16 on the CPU, of plans with a backward
             pass. Without it the backward pass computes ⟨dout, out⟩ from the rounded out, and dq is
             off where all keys share a large component.
+        statistics: Of the scores, with ``return_statistics=True``.
         reports: Times and bytes of the ranks of this process.
     """
 
@@ -61,6 +101,7 @@ class Forward:
     ties: Any = None
     out_residual: Any = None
     reports: tuple[Report, ...] = ()
+    statistics: Statistics | None = None
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ..
     Shapes.of(*arrays)
     given = {name: _integers(name, array) for name, array in batch.items() if array is not None}
     results: tuple[Any, ...] = _attend(call, True, *_together(arrays, given))
-    return results[:2]
+    return (*results[:2], *(results[-2:] if call.attention.return_statistics else ()))
 
 
 def _integers(name: str, value: Any) -> Any:
@@ -245,18 +245,24 @@ def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_onl
     statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), _arrays.accumulator(query.dtype.name))
     out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
     names = _results(call, query.dtype, forward_only=forward_only)
-    wanted = [out if name.startswith("out") else statistics for name in names]
+    of_heads = jax.ShapeDtypeStruct((q_heads, 3, 2), statistics.dtype)
+    of_rows = jax.ShapeDtypeStruct((*statistics.shape, 3), statistics.dtype)
+    shapes = {"out": out, "out_residual": out, "statistics": of_rows, "head_statistics": of_heads}
+    wanted = [shapes.get(name, statistics) for name in names]
     given = {**_named(tensors), **batch}
     return _run(call, given, wanted, forward_only=forward_only)
 
 
 def _results(call: Call, dtype: Any, *, forward_only: bool) -> tuple[str, ...]:
-    """Returns the names of the outputs of a forward pass: ties only of an unnormalised output, the
-    rounding residual of out only where the backward pass reads it.
+    """Returns the names of the outputs of a forward pass: ties only of an unnormalised output,
+    statistics if they are wanted, the rounding residual of out only where the backward pass reads
+    it.
     """
     ties = () if call.attention.normalize_output else ("ties",)
+    of_scores = call.attention.return_statistics
+    statistics = ("statistics", "head_statistics") if of_scores else ()
     keeps = keeps_out_residual(dtype.name, call.backend, forward_only=forward_only)
-    return ("out", "lse", "max", "sum", *ties, *(("out_residual",) if keeps else ()))
+    return ("out", "lse", "max", "sum", *ties, *statistics, *(("out_residual",) if keeps else ()))
 
 
 def _attend_forward(call: Call, forward_only: bool, tensors: Tensors, batch: dict[str, Any]) -> Any:
@@ -280,7 +286,9 @@ def _gradients(
     """Computes a backward pass."""
     named = _named(tensors)
     names = _results(call, tensors[0].dtype, forward_only=False)
-    results = dict(zip(names, forward, strict=True))
+    # statistics have no gradient
+    named_results = zip(names, forward, strict=True)
+    results = {name: array for name, array in named_results if not name.endswith("statistics")}
     of_outputs = dict(zip(("dout", "dlse"), cotangents, strict=True))
     return _of_inputs(call, named, {**named, **batch, **results, **of_outputs})
 
@@ -383,7 +391,9 @@ def _write_outputs(plan: Plan, tensors: Tensors, _: dict[str, Array], written: l
     query, key, value, bias, softmax_aux = tensors
     out, lse, *statistics = written
     done = plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse)
-    computed = (done.max, done.sum, done.ties, done.out_residual)
+    of_scores = done.statistics
+    rows_and_heads = () if of_scores is None else (of_scores.rows, of_scores.heads)
+    computed = (done.max, done.sum, done.ties, *rows_and_heads, done.out_residual)
     given = [array for array in computed if array is not None]
     for array, values in zip(statistics, given, strict=False):
         array[...] = values

@@ -11,6 +11,7 @@ use annulus::{
     Attention, Batch, CacheShape, DType, Dims, Division, Error, Layout, Result, Route, Runtime,
     Setup, SinkShape, Strategy,
     backend::{AnyBackend, BackendName},
+    bias::BiasTable,
     mask::KeyLists,
     ndarray::{Array2, Ix1, Ix2, Ix3},
     planning::{CustomLayout, Machine, Run, Runs},
@@ -60,6 +61,9 @@ impl Config<'_> {
         if let Some(mask) = &self.mask {
             attention = attention.mask(Arc::clone(&mask.get().mask));
             callbacks.extend(mask.get().callbacks.iter().cloned());
+        }
+        if let Some(table) = &self.bias_table {
+            attention = attention.bias_table(table.parse::<BiasTable>()?);
         }
         if let Some(function) = &self.bias_function {
             attention = attention.bias_function(Arc::clone(&function.get().function));

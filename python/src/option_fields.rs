@@ -47,6 +47,8 @@ pub(crate) struct Config<'py> {
     pub(crate) documents: Option<Bound<'py, PyDict>>,
     pub(crate) receive_ahead: Option<usize>,
     pub(crate) second_derivatives: bool,
+    pub(crate) return_statistics: bool,
+    pub(crate) bias_table: Option<String>,
 }
 
 /// Names of `alignment`.
@@ -92,7 +94,8 @@ impl Config<'_> {
             .forward_only(self.forward_only)
             .local_gradients(self.local_gradients)
             .reproducible(self.reproducible)
-            .second_derivatives(self.second_derivatives))
+            .second_derivatives(self.second_derivatives)
+            .statistics(self.return_statistics))
     }
 
     /// Sets the options of division whose form is that of all languages.

@@ -339,6 +339,8 @@ impl Plan {
                     sum: view_mut(&outputs.sum)?,
                     ties: view_mut(&outputs.ties)?,
                     out_residual: view_mut(&outputs.out_residual)?,
+                    statistics: view_mut(&outputs.statistics)?,
+                    head_statistics: view_mut(&outputs.head_statistics)?,
                 }
             };
             let reports = self.session.run(py, || match engine {
@@ -567,6 +569,8 @@ fn outputs<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Outputs<Array<'py>>> {
         sum: array(arrays, "sum")?,
         ties: array(arrays, "ties")?,
         out_residual: array(arrays, "out_residual")?,
+        statistics: array(arrays, "statistics")?,
+        head_statistics: array(arrays, "head_statistics")?,
     })
 }
 

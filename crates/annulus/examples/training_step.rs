@@ -42,6 +42,8 @@ fn main() -> Result<()> {
             sum: Some(sum.view_mut()),
             ties: None,
             out_residual: None,
+            statistics: None,
+            head_statistics: None,
         };
         ring.forward_into(&tensors, outputs)?;
         let dout = &out - &target; // of the loss ½ Σ (out − target)²

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use annulus_comm::kv_cache::KvCache;
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, LEAF_ROWS, Mask,
-    Precision, Result, SinkShape, Spec,
+    Alignment, BackwardMode, BiasFunction, BiasOrder, BiasTable, DType, Dims, Dropout, Error,
+    LEAF_ROWS, Mask, Precision, Result, SinkShape, Spec,
     mask::{Causal, ChunkedCausal, Everything, Prefix, Window, and},
 };
 
@@ -54,10 +54,12 @@ pub struct Attention {
     softmax_scale: Option<f64>,
     logits_soft_cap: Option<f64>,
     bias: Option<[usize; 4]>,
+    bias_table: Option<BiasTable>,
     bias_function: Option<Arc<dyn BiasFunction>>,
     bias_order: BiasOrder,
     softmax_aux: Option<SinkShape>,
     unnormalized: bool,
+    statistics: bool,
     dropout: Option<Dropout>,
     logits_dtype: Option<DType>,
     precision: Precision,
@@ -192,6 +194,41 @@ impl Attention {
         self
     }
 
+    /// Declares a learned bias that depends on relative positions, whose values are a table that
+    /// every pass then needs ([`crate::Tensors::with_bias_table`]), in place of a bias tensor. Its
+    /// gradient is the gradient of the bias, summed over all pairs and ranks. Default: none.
+    ///
+    /// It takes the memory of the table, not of a tensor of all pairs. On the CPU; refused with
+    /// [`Attention::second_derivatives`].
+    ///
+    /// # Shapes
+    /// The table: `[q_heads|1, entries]`; the bias and its gradient `[1, q_heads|1, 1, entries]`,
+    /// which [`Attention::bias`] may declare too.
+    ///
+    /// # Examples
+    /// T5's relative positions, over three ranks.
+    /// ```
+    /// use annulus::{Attention, Dims, LocalRing, Tensors, bias::BiasTable};
+    /// use ndarray::{Array2, Array4};
+    ///
+    /// let x = Array4::<f32>::from_shape_fn((1, 64, 2, 16), |(_, i, h, c)| {
+    ///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
+    /// });
+    /// let table = Array2::<f32>::from_shape_fn((2, 32), |(h, e)| 0.1 * (h + e) as f32);
+    /// let attention = Attention::new().bias_table(BiasTable::t5(true, 32, 128)?);
+    /// let mut ring = LocalRing::new(&attention, Dims::new(1, 64, 2, 16), 3)?;
+    /// let tensors = Tensors::new(x.view(), x.view(), x.view()).with_bias_table(table.view());
+    /// let forward = ring.forward(&tensors)?;
+    /// let gradients = ring.backward(&tensors, &forward, x.view(), None)?;
+    /// assert_eq!(gradients.dbias.unwrap().dim(), (1, 2, 1, 32));
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    #[must_use]
+    pub fn bias_table(mut self, table: impl Into<Option<BiasTable>>) -> Self {
+        self.bias_table = table.into();
+        self
+    }
+
     /// Adds a bias that is computed from positions, such as [`annulus_core::Alibi`]. No gradient.
     #[must_use]
     pub fn bias_function(mut self, function: Arc<dyn BiasFunction>) -> Self {
@@ -222,6 +259,45 @@ impl Attention {
     #[must_use]
     pub const fn unnormalized(mut self, unnormalized: bool) -> Self {
         self.unnormalized = unnormalized;
+        self
+    }
+
+    /// Returns statistics of the scores with every forward pass: of each row and, over all ranks,
+    /// of each head ([`crate::Forward::statistics`], [`crate::Forward::head_statistics`]). Default:
+    /// false.
+    ///
+    /// They cost two or three numbers for each query and head, and in the reproducible order have
+    /// the same bits for every number of ranks. Refused by other backends than the CPU's, by a KV
+    /// cache and with [`Attention::second_derivatives`].
+    ///
+    /// # Examples
+    /// QK-clip: the factor of W_q and W_k of every head whose largest score exceeds τ.
+    /// ```
+    /// use annulus::{Attention, Dims, LocalRing, Tensors};
+    /// use ndarray::{Array4, s};
+    ///
+    /// let x = Array4::<f32>::from_shape_fn((1, 64, 2, 16), |(_, i, h, c)| {
+    ///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.5
+    /// });
+    /// let attention = Attention::new().causal(true).statistics(true);
+    /// let mut ring = LocalRing::new(&attention, Dims::new(1, 64, 2, 16), 3)?;
+    /// let forward = ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    /// let tau = 30.0;
+    /// let largest = forward.head_statistics.as_ref().unwrap();
+    /// let clip = largest.slice(s![.., 0, 0]).mapv(|max| (tau / max.max(tau)).sqrt());
+    /// // scaled by it, queries and keys of each head have scores of at most τ
+    /// let clipped = &x * &clip.to_shape((1, 1, 2, 1)).unwrap();
+    /// let forward = ring.forward(&Tensors::new(clipped.view(), clipped.view(), x.view()))?;
+    /// let largest = forward.head_statistics.as_ref().unwrap();
+    /// assert!(largest.slice(s![.., 0, 0]).iter().all(|&max| max <= tau * 1.0001));
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    ///
+    /// # Source
+    /// Kimi Team 2025, Kimi K2, section 2.1 (MuonClip).
+    #[must_use]
+    pub const fn statistics(mut self, statistics: bool) -> Self {
+        self.statistics = statistics;
         self
     }
 
@@ -358,15 +434,22 @@ impl Attention {
     /// [`annulus_core::Error::InvalidArgument`], which names the parameter.
     pub fn spec(&self, dims: Dims) -> Result<Spec> {
         let dtype = self.dtype.unwrap_or(DType::F32);
+        // a bias of one head is a table that heads share; another shape is refused
+        let shared = self.bias.is_some_and(|shape| shape[1] == 1);
+        let table = self.bias_table.clone();
+        let table = table.map(|table| if shared { table.shared_by_heads() } else { table });
+        let of_table = table.as_ref().map(|table| table.shape(dims.q_heads));
         let spec = Spec {
             mask: self.whole_mask()?,
             alignment: self.alignment,
             soft_cap: self.logits_soft_cap,
-            bias: self.bias,
+            bias: self.bias.or(of_table),
+            bias_table: table,
             bias_function: self.bias_function.clone(),
             bias_order: self.bias_order,
             sinks: self.softmax_aux,
             normalize: !self.unnormalized,
+            statistics: self.statistics,
             dropout: self.dropout,
             logits_dtype: self.logits_dtype.unwrap_or(dtype.accumulator()),
             precision: self.precision,
@@ -391,7 +474,9 @@ impl Attention {
             (self.local_gradients, "local_gradients"),
             (self.second_derivatives, "second_derivatives"),
             (self.bias.is_some(), "bias"),
+            (self.bias_table.is_some(), "bias_table"),
             (self.unnormalized, "unnormalized"),
+            (self.statistics, "statistics"),
         ];
         match refusals.into_iter().find(|(given, _)| *given) {
             Some((_, what)) => Err(Error::unsupported(what, "the KV cache")),

@@ -84,9 +84,9 @@ pub mod mask {
     pub use annulus_core::{DenseMask, Fingerprint, KeyIntervals, KeyLists, mask::*};
 }
 
-/// Biases that are computed from positions.
+/// Biases that are computed from positions, or learned by relative positions.
 pub mod bias {
-    pub use annulus_core::{Alibi, BiasFunction};
+    pub use annulus_core::{Alibi, BiasFunction, BiasTable};
 }
 
 /// Rows of ranks, machines, bytes and predicted times.

@@ -228,7 +228,7 @@ impl LocalCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Precision;
+    use crate::{Precision, bias::BiasTable};
 
     fn text<T>(result: Result<T>) -> String {
         result.map(drop).unwrap_err().to_string()
@@ -244,6 +244,9 @@ mod tests {
         let watched = runtime.clone().on_step(|_| {});
         let told = text(cache(&new(), &watched, shape, 2));
         assert_eq!(told, "on_step is not supported by the KV cache");
+        let table = BiasTable::clipped(1, 1).unwrap();
+        let told = text(cache(&new().bias_table(table), &runtime, shape, 2));
+        assert_eq!(told, "bias_table is not supported by the KV cache");
         assert!(cache(&new().precision(Precision::Default), &runtime, shape, 2).is_ok());
         let told = |shape, ranks| text(cache(&new(), &runtime, shape, ranks));
         assert_eq!(told(shape, 0), "ranks: got 0, want at least 1");

@@ -7,7 +7,7 @@ use annulus_comm::{
     ring::Report,
     threads::{self, Threads, each_rank},
 };
-use annulus_core::{Batch, Dims, Element, Error, KeyLists, Result, Runs, index, memory};
+use annulus_core::{Batch, Dims, Element, Error, KeyLists, Result, Runs, Spec, index, memory};
 use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
@@ -212,6 +212,8 @@ impl LocalRing {
                 max: statistics(outputs.max.is_some()),
                 sum: statistics(outputs.sum.is_some()),
                 ties: statistics(outputs.ties.is_some()),
+                statistics: part.statistics.filter(|_| outputs.statistics.is_some()),
+                head_statistics: part.head_statistics.filter(|_| outputs.head_statistics.is_some()),
                 ..part
             })
         };
@@ -233,6 +235,14 @@ impl LocalRing {
             }
             if let (Some(whole), Some(part)) = (&mut outputs.out_residual, &part.out_residual) {
                 put_rows(whole, Axis(1), rows, part.view());
+            }
+            if let (Some(whole), Some(part)) = (&mut outputs.statistics, &part.statistics) {
+                put_rows(whole, Axis(2), rows, part.view());
+            }
+            // every rank has those of all heads
+            if let (Some(whole), Some(part)) = (&mut outputs.head_statistics, &part.head_statistics)
+            {
+                whole.assign(part);
             }
         }
         Ok(self.keep_reports(reports))
@@ -452,7 +462,25 @@ impl LocalRing {
     }
 
     fn check_outputs<T: Element>(&self, outputs: &ForwardViewMut<'_, T>) -> Result<()> {
-        let ForwardViewMut { out, lse, max, sum, ties, out_residual } = outputs;
+        let ForwardViewMut { out, lse, max, sum, ties, out_residual, .. } = outputs;
+        let Dims { batch, q_len, q_heads, .. } = self.dims;
+        let statistics = outputs.statistics.as_ref().map(|of| of.shape());
+        let head_statistics = outputs.head_statistics.as_ref().map(|of| of.shape());
+        let count = Spec::SCORE_STATISTICS;
+        for (name, got, want) in [
+            ("statistics", statistics, &[batch, q_heads, q_len, count][..]),
+            ("head_statistics", head_statistics, &[q_heads, count, 2]),
+        ] {
+            match got {
+                Some(got) if !self.plan().spec().statistics => {
+                    let want = "none: the attention has no statistics";
+                    return Err(Error::invalid(name, format!("{got:?}"), want));
+                }
+                Some(got) => same_shape(name, got, want)?,
+                // the ranks report it
+                None => {}
+            }
+        }
         self.check_rows([
             ("out", Some(out.shape())),
             ("out_residual", out_residual.as_ref().map(|residual| residual.shape())),

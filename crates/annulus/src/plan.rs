@@ -206,7 +206,8 @@ impl Plan {
         tensors: &Tensors<'_, T>,
         outputs: ForwardViewMut<'_, T>,
     ) -> Result<Report> {
-        let ForwardViewMut { out, lse, max, sum, ties, out_residual } = outputs;
+        let ForwardViewMut { out, lse, max, sum, ties, out_residual, statistics, head_statistics } =
+            outputs;
         let mut outputs = Outputs {
             out: T::view_mut(out),
             lse: rows_mut::<T>(lse),
@@ -214,6 +215,8 @@ impl Plan {
             sum: sum.map(rows_mut::<T>),
             ties: ties.map(rows_mut::<T>),
             out_residual: out_residual.map(T::view_mut),
+            statistics: statistics.map(T::Accumulator::view_mut),
+            head_statistics: head_statistics.map(rows_mut::<T>),
         };
         self.engine.forward(inputs(tensors), &mut outputs)
     }
@@ -644,6 +647,14 @@ pub(crate) fn zero_outputs<T: Element>(
         sum: Some(statistics("sum")?),
         ties: (!spec.normalize).then(|| statistics("ties")).transpose()?,
         out_residual: has_residual.then(residual).transpose()?,
+        statistics: spec
+            .statistics
+            .then(|| memory::zeros("statistics", (batch, q_heads, q_len, Spec::SCORE_STATISTICS)))
+            .transpose()?,
+        head_statistics: spec
+            .statistics
+            .then(|| memory::zeros("head_statistics", (q_heads, Spec::SCORE_STATISTICS, 2)))
+            .transpose()?,
         ..zero_results(spec, q_len)?
     })
 }
@@ -658,6 +669,8 @@ pub(crate) fn zero_results<T: Element>(spec: &Spec, q_len: usize) -> Result<Forw
         sum: None,
         ties: None,
         out_residual: None,
+        statistics: None,
+        head_statistics: None,
         reports: Vec::new(),
     })
 }

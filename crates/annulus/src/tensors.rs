@@ -4,7 +4,7 @@ use annulus_comm::ring::Report;
 use annulus_core::Element;
 use ndarray::{
     Array2, Array3, Array4, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, ArrayViewMut3,
-    ArrayViewMut4,
+    ArrayViewMut4, Axis,
 };
 
 /// Inputs of a forward and of a backward pass, borrowed. Any strides.
@@ -54,6 +54,13 @@ impl<'a, T: Element> Tensors<'a, T> {
         self
     }
 
+    /// Adds the table `[q_heads|1, entries]` that [`crate::Attention::bias_table`] declared, as the
+    /// bias `[1, q_heads|1, 1, entries]`.
+    #[must_use]
+    pub fn with_bias_table(self, table: ArrayView2<'a, T::Accumulator>) -> Self {
+        self.with_bias(table.insert_axis(Axis(1)).insert_axis(Axis(0)))
+    }
+
     /// Adds the sinks that [`crate::Attention::softmax_aux`] declared.
     #[must_use]
     pub fn with_softmax_aux(mut self, sinks: ArrayView2<'a, T::Accumulator>) -> Self {
@@ -83,6 +90,16 @@ pub struct Forward<T: Element> {
     ///
     /// [`Plan::has_out_residual`]: crate::Plan::has_out_residual
     pub out_residual: Option<Array4<T>>,
+    /// Statistics of the scores of each row, `[batch, q_heads, q_len, 3]`: the largest scale·q·k
+    /// before bias and soft cap, the largest score after them, and the entropy of the
+    /// probabilities. −∞, −∞ and 0 of a query without a visible key and without sinks. With
+    /// [`Attention::statistics`].
+    ///
+    /// [`Attention::statistics`]: crate::Attention::statistics
+    pub statistics: Option<Array4<T::Accumulator>>,
+    /// Maximum and mean of each of these over all batch rows, and over all queries of all ranks that
+    /// have a visible key, `[q_heads, 3, 2]`; −∞ and NaN of a head without one.
+    pub head_statistics: Option<Array3<T::Accumulator>>,
     /// Times and bytes, one report per rank of this process.
     pub reports: Vec<Report>,
 }
@@ -150,6 +167,10 @@ pub struct ForwardViewMut<'a, T: Element> {
     pub ties: Option<ArrayViewMut3<'a, T::Accumulator>>,
     /// As [`Forward::out_residual`]; `None` if there is no use for it.
     pub out_residual: Option<ArrayViewMut4<'a, T>>,
+    /// As [`Forward::statistics`].
+    pub statistics: Option<ArrayViewMut4<'a, T::Accumulator>>,
+    /// As [`Forward::head_statistics`].
+    pub head_statistics: Option<ArrayViewMut3<'a, T::Accumulator>>,
 }
 
 impl<T: Element> Forward<T> {
@@ -174,6 +195,8 @@ impl<T: Element> Forward<T> {
             sum: self.sum.as_mut().map(|sum| sum.view_mut()),
             ties: self.ties.as_mut().map(|ties| ties.view_mut()),
             out_residual: self.out_residual.as_mut().map(|of| of.view_mut()),
+            statistics: self.statistics.as_mut().map(|of| of.view_mut()),
+            head_statistics: self.head_statistics.as_mut().map(|of| of.view_mut()),
         }
     }
 }

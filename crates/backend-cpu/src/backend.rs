@@ -123,6 +123,8 @@ impl Backend for Cpu {
             reproducible: true,
             out_residual: true,
             second_derivatives: true,
+            bias_table: true,
+            statistics: true,
         })
     }
 

@@ -69,6 +69,7 @@ mod workspace {
     pub(crate) mod scratch;
     pub(crate) mod state;
     pub(crate) mod statistics;
+    pub(crate) mod table_gradient;
     pub(crate) mod tangents;
 }
 
@@ -76,6 +77,7 @@ mod tile {
     pub(crate) mod aligned;
     pub(crate) mod bf16_pairs;
     pub(crate) mod bias;
+    pub(crate) mod bias_table;
     pub(crate) mod dropout;
     pub(crate) mod ds_tile;
     pub(crate) mod gemm;

@@ -284,6 +284,8 @@ impl Backend for Cuda {
             reproducible: false,
             out_residual: false,
             second_derivatives: false,
+            bias_table: false,
+            statistics: false,
         })
     }
 

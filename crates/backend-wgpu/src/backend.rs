@@ -89,6 +89,8 @@ impl Backend for Wgpu {
             reproducible: false,
             out_residual: false,
             second_derivatives: false,
+            bias_table: false,
+            statistics: false,
         })
     }
 

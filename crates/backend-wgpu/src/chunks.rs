@@ -372,8 +372,13 @@ mod part_tests {
     fn parts_cover_all_workgroups_and_exceed_no_budget() {
         let rows = Rows::counting(1000, 0).unwrap();
         let mask = Causal { offset: 0 };
-        let visibility =
-            Visibility { mask: &mask, attention_mask: None, key_lists: None, queries: &rows, keys: &rows };
+        let visibility = Visibility {
+            mask: &mask,
+            attention_mask: None,
+            key_lists: None,
+            queries: &rows,
+            keys: &rows,
+        };
         let spec = Spec::new(Dims::new(2, 1000, 6, 64), DType::F32);
         let chunk =
             WorkChunk { batches: (0, 2), heads: (0, 6), queries: (0, 1000), keys: (0, 1000) };

@@ -25,6 +25,7 @@ module annulus
   public :: annulus_attention_on_step, annulus_attention_set_machine
   public :: annulus_attention_set_documents, annulus_attention_add_neighborhood
   public :: annulus_attention_set_boxes_layout
+  public :: annulus_attention_set_bias_table
   public :: annulus_attention_set_cuda_stream, annulus_attention_set_nccl_communicator
   public :: annulus_endpoint_create_mpi, annulus_endpoint_destroy
   public :: annulus_plan_create_endpoint, annulus_cache_create_endpoint
@@ -166,6 +167,7 @@ module annulus
     integer(c_int64_t) :: device = 0
     integer(c_int64_t) :: receive_ahead = 0
     integer(c_int32_t) :: second_derivatives = 0
+    integer(c_int32_t) :: statistics = 0
     ! options.toml: end
   end type annulus_options
 
@@ -227,6 +229,8 @@ module annulus
     type(c_ptr) :: ties = c_null_ptr
     ! of 16-bit elements only, which Fortran has none of
     type(c_ptr) :: out_residual = c_null_ptr
+    type(c_ptr) :: statistics = c_null_ptr
+    type(c_ptr) :: head_statistics = c_null_ptr
   end type annulus_forward_args
 
   ! The tensors of a backward pass.
@@ -634,6 +638,15 @@ module annulus
       integer(c_int) :: status
     end function c_set_machine
 
+    ! Makes the bias a table by relative positions.
+    function c_set_bias_table(attention, kind) &
+        bind(c, name="annulus_attention_set_bias_table") result(status)
+      import :: c_char, c_int, c_ptr
+      type(c_ptr), value :: attention
+      character(kind=c_char), intent(in) :: kind(*)
+      integer(c_int) :: status
+    end function c_set_bias_table
+
     ! Creates an empty KV cache of ranks that are threads of this process.
     function annulus_cache_create_threads(attention, ranks, cache) bind(c) result(status)
       import :: c_int, c_int64_t, c_ptr
@@ -910,6 +923,14 @@ contains
     integer(c_int) :: status
     status = c_set_machine(attention, c_text(path))
   end function annulus_attention_set_machine
+
+  ! Makes the bias a table by relative positions, such as 't5:32,128'.
+  function annulus_attention_set_bias_table(attention, kind) result(status)
+    type(c_ptr), intent(in) :: attention
+    character(len=*), intent(in) :: kind
+    integer(c_int) :: status
+    status = c_set_bias_table(attention, c_text(kind))
+  end function annulus_attention_set_bias_table
 
   ! Returns the rows of this rank among the next rows of a KV cache, which count from 0.
   function annulus_cache_own_rows(cache, next, rows) result(status)

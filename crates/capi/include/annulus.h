@@ -634,6 +634,12 @@ typedef struct annulus_options {
    * Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
    */
   int64_t receive_ahead;
+  /**
+   * Flag: every forward pass writes statistics of the scores too, by row, and by head over all
+   * ranks: the largest scale * q * k, the largest score, the entropy of the probabilities.
+   * Default: 0.
+   */
+  int32_t statistics;
 } annulus_options;
 
 /**
@@ -875,6 +881,17 @@ typedef struct annulus_forward_args {
    * error of the rounding of out.
    */
   const struct annulus_tensor *out_residual;
+  /**
+   * Output `[batch, q_heads, q_len, 3]`, A: of each row the largest scale * q * k before bias and
+   * soft cap, the largest score after them, and the entropy of the probabilities. NULL unless
+   * options.statistics is set.
+   */
+  const struct annulus_tensor *statistics;
+  /**
+   * Output `[q_heads, 3, 2, 1]`, A: maximum and mean of each of these over the rows of all ranks
+   * that have a visible key. NULL unless options.statistics is set.
+   */
+  const struct annulus_tensor *head_statistics;
 } annulus_forward_args;
 
 /**
@@ -1164,6 +1181,24 @@ int annulus_attention_set_boxes_layout(struct annulus_attention *attention,
                                        int64_t ranks,
                                        int64_t axes,
                                        const int64_t *shape);
+
+/**
+ * Makes the bias, whose shape options.bias_dims is then `[1, q_heads or 1, 1, entries]`, a table by
+ * relative positions, in place of an earlier one. A plan's dbias is the gradient of the table.
+ *
+ * Local. `kind` is `clipped:LEFT,RIGHT` (LEFT + RIGHT + 1 entries, by the difference of key and
+ * query position), `t5:BUCKETS,DISTANCE` (BUCKETS entries, bidirectional),
+ * `t5-causal:BUCKETS,DISTANCE`, or `grid:LENGTHS` or `grid:LENGTHS,WINDOWS` with one to three
+ * lengths such as `8x8`. docs/semantics.md defines the entries.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT naming `bias_table` for another text; of another options.bias_dims when
+ * a plan is made.
+ *
+ * Safety
+ * `kind` is a text that ends with a zero byte.
+ */
+int annulus_attention_set_bias_table(struct annulus_attention *attention, const char *kind);
 
 /**
  * Sets the machine, of the machine file `path` (docs/machine.md), in place of an earlier one:

@@ -199,6 +199,7 @@ struct forward_tensors {
   std::optional<view<const A>> bias = {}, softmax_aux = {};
   std::optional<view<A>> max = {}, sum = {}, ties = {};
   std::optional<view<T>> out_residual = {};
+  std::optional<view<A>> statistics = {}, head_statistics = {};
 };
 
 /* The tensors of a backward pass: {q, k, v, out, lse, dout, dq, dk, dv}, then the optional ones. */
@@ -264,6 +265,10 @@ class attention {
   void set_alibi(const std::vector<double> &slopes) {
     auto count = static_cast<std::int64_t>(slopes.size());
     detail::check(annulus_attention_set_alibi(get(), slopes.data(), count));
+  }
+  /* Makes the bias a table by relative positions, such as "t5:32,128". */
+  void set_bias_table(const std::string &kind) {
+    detail::check(annulus_attention_set_bias_table(get(), kind.c_str()));
   }
   /* Sets the machine of a machine file, for ANNULUS_STRATEGY_AUTO. */
   void set_machine(const std::string &path) {
@@ -495,7 +500,10 @@ class plan {
   }
   template <class T>
   static annulus_forward_args arguments(const forward_tensors<T> &of) {
-    return common<annulus_forward_args>(of);
+    auto all = common<annulus_forward_args>(of);
+    all.statistics = detail::get(of.statistics);
+    all.head_statistics = detail::get(of.head_statistics);
+    return all;
   }
   template <class T>
   static annulus_backward_args arguments(const backward_tensors<T> &of) {

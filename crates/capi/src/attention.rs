@@ -9,7 +9,7 @@ use std::{
 
 use annulus::{
     Error, Layout, Result, Setup, Strategy,
-    bias::Alibi,
+    bias::{Alibi, BiasTable},
     comm::ring::StepEvent,
     mask::Neighborhood,
     planning::{CustomLayout, Runs},
@@ -257,6 +257,35 @@ pub unsafe extern "C" fn annulus_attention_set_boxes_layout(
             layout.validate(dims.q_len, dims.kv_len, ranks)?;
             Ok(division.layout(layout))
         })
+    })
+}
+
+/// Makes the bias, whose shape options.bias_dims is then `[1, q_heads or 1, 1, entries]`, a table by
+/// relative positions, in place of an earlier one. A plan's dbias is the gradient of the table.
+///
+/// Local. `kind` is `clipped:LEFT,RIGHT` (LEFT + RIGHT + 1 entries, by the difference of key and
+/// query position), `t5:BUCKETS,DISTANCE` (BUCKETS entries, bidirectional),
+/// `t5-causal:BUCKETS,DISTANCE`, or `grid:LENGTHS` or `grid:LENGTHS,WINDOWS` with one to three
+/// lengths such as `8x8`. docs/semantics.md defines the entries.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT naming `bias_table` for another text; of another options.bias_dims when
+/// a plan is made.
+///
+/// # Safety
+/// `kind` is a text that ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_bias_table(
+    attention: *mut annulus_attention,
+    kind: *const c_char,
+) -> c_int {
+    change(attention, |description| {
+        check_pointer("kind", kind)?;
+        // SAFETY: not NULL, and the caller promises the rest
+        let kind = unsafe { CStr::from_ptr(kind) }.to_string_lossy();
+        let table: BiasTable = kind.parse()?;
+        description.set_attention(|attention| attention.bias_table(table));
+        Ok(())
     })
 }
 

@@ -251,6 +251,10 @@ pub struct annulus_options {
     /// direction, and gradients of gradients. On the CPU, with the strategy `ring`; not with
     /// `reproducible`, nor of an output that is not normalised. Default: 0.
     pub second_derivatives: i32,
+    /// Flag: every forward pass writes statistics of the scores too, by row, and by head over all
+    /// ranks: the largest scale * q * k, the largest score, the entropy of the probabilities.
+    /// Default: 0.
+    pub statistics: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -290,7 +294,8 @@ pub(crate) fn set_mathematics(builder: Attention, options: &annulus_options) -> 
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
         .reproducible(flag("reproducible", options.reproducible)?)
-        .second_derivatives(flag("second_derivatives", options.second_derivatives)?))
+        .second_derivatives(flag("second_derivatives", options.second_derivatives)?)
+        .statistics(flag("statistics", options.statistics)?))
 }
 
 /// Sets the options of division whose form is that of all languages.

@@ -50,6 +50,13 @@ pub struct annulus_forward_args {
     /// NULL if it is not wanted; of f16 and bf16 only. A backward pass that is given it has no
     /// error of the rounding of out.
     pub out_residual: *const annulus_tensor,
+    /// Output `[batch, q_heads, q_len, 3]`, A: of each row the largest scale * q * k before bias and
+    /// soft cap, the largest score after them, and the entropy of the probabilities. NULL unless
+    /// options.statistics is set.
+    pub statistics: *const annulus_tensor,
+    /// Output `[q_heads, 3, 2, 1]`, A: maximum and mean of each of these over the rows of all ranks
+    /// that have a visible key. NULL unless options.statistics is set.
+    pub head_statistics: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -195,6 +202,8 @@ unsafe fn outputs(
             sum: Checked::read_optional("sum", sum)?,
             ties: Checked::read_optional("ties", ties)?,
             out_residual: Checked::read_optional("out_residual", out_residual)?,
+            statistics: None,
+            head_statistics: None,
         })
     }
 }
@@ -214,10 +223,14 @@ impl ForwardArgs {
         // SAFETY: as the caller promises
         let (inputs, outputs) = unsafe {
             let args = fields::read(args)?;
-            (
-                inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
-                outputs([args.out, args.lse, args.max, args.sum, args.ties, args.out_residual])?,
-            )
+            let written =
+                outputs([args.out, args.lse, args.max, args.sum, args.ties, args.out_residual])?;
+            let written = Outputs {
+                statistics: Checked::read_optional("statistics", args.statistics)?,
+                head_statistics: Checked::read_optional("head_statistics", args.head_statistics)?,
+                ..written
+            };
+            (inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?, written)
         };
         overlap::check(|| inputs.into_tensors(), || outputs.into_tensors())?;
         Ok(Self { inputs, outputs })
@@ -330,7 +343,8 @@ impl ForwardArgs {
     /// # Safety
     /// As [`annulus_forward`].
     unsafe fn on_host<'a, T: Element>(&self) -> Result<ForwardCall<'a, T>> {
-        let Outputs { out, lse, max, sum, ties, out_residual } = self.outputs;
+        let Outputs { out, lse, max, sum, ties, out_residual, statistics, head_statistics } =
+            self.outputs;
         // SAFETY: as the caller promises; the views of outputs share no element with another view
         unsafe {
             let outputs = ForwardViewMut {
@@ -340,6 +354,8 @@ impl ForwardArgs {
                 sum: view_mut(sum)?,
                 ties: view_mut(ties)?,
                 out_residual: view_mut(out_residual)?,
+                statistics: view_mut(statistics)?,
+                head_statistics: view_mut(head_statistics)?,
             };
             Ok((tensors(&self.inputs)?, outputs))
         }
@@ -352,7 +368,7 @@ impl BackwardArgs {
     /// # Safety
     /// As [`annulus_backward`].
     unsafe fn on_host<'a, T: Element>(&self) -> Result<BackwardCall<'a, T>> {
-        let Outputs { out, lse, max, sum, ties, out_residual } = self.forward;
+        let Outputs { out, lse, max, sum, ties, out_residual, .. } = self.forward;
         let Gradients { dq, dk, dv, dbias, dsinks } = self.gradients;
         // SAFETY: as of `ForwardArgs::on_host`
         unsafe {
@@ -467,7 +483,7 @@ mod on_device {
         /// # Safety
         /// As [`Checked::device_view`] and [`Checked::device_view_mut`].
         pub(super) unsafe fn on_device(&self) -> Result<Backward> {
-            let Outputs { out, lse, max, sum, ties, out_residual } = self.forward;
+            let Outputs { out, lse, max, sum, ties, out_residual, .. } = self.forward;
             let (max, sum) = max_and_sum(lse, max, sum)?;
             let (forward, dout, dlse) = (self.inputs, self.dout, self.dlse);
             let inputs = BackwardInputs { forward, out, max, sum, ties, out_residual, dout, dlse };

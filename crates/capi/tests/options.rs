@@ -14,7 +14,7 @@ use annulus::{
     Alignment, Attention, Backward, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element,
     Forward, Layout, LocalRing, Precision, Route, Runtime, Setup, SinkShape, Strategy, Tensors,
     backend::{AnyBackend, BackendName},
-    bias::Alibi,
+    bias::{Alibi, BiasTable},
     half::{bf16, f16},
     mask::{Axis, DenseMask, Edge, Neighborhood, Predicate},
     planning::{CustomLayout, Runs},
@@ -92,6 +92,8 @@ fn answer<T: Element>(forward: &Forward<T>, gradients: &Backward<T>) -> Answer {
     answer.extend(forward.sum.iter().map(|sum| ("sum", bits(sum))));
     answer.extend(forward.ties.iter().map(|ties| ("ties", bits(ties))));
     answer.extend(forward.out_residual.iter().map(|residual| ("out_residual", bits(residual))));
+    answer.extend(forward.statistics.iter().map(|of| ("statistics", bits(of))));
+    answer.extend(forward.head_statistics.iter().map(|of| ("head_statistics", bits(of))));
     answer.extend(gradients.dbias.iter().map(|dbias| ("dbias", bits(dbias))));
     answer.extend(gradients.dsoftmax_aux.iter().map(|dsinks| ("dsinks", bits(dsinks))));
     Answer(answer)
@@ -148,6 +150,10 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         sum: Some(statistics()),
         ties: (options.unnormalized == 1).then(statistics),
         out_residual: has_residual.then(of_out),
+        statistics: (options.statistics == 1)
+            .then(|| Array4::from_elem((batch, q_heads, q_len, 3), seven_of_sums)),
+        head_statistics: (options.statistics == 1)
+            .then(|| Array3::from_elem((q_heads, 3, 2), seven_of_sums)),
         reports: Vec::new(),
     };
     let gradients = Backward::<T> {
@@ -172,11 +178,15 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         Some(tensor(&data.dlse)),
         gradients.dbias.as_ref().map(tensor),
         gradients.dsoftmax_aux.as_ref().map(tensor),
+        forward.statistics.as_ref().map(tensor),
+        forward.head_statistics.as_ref().map(tensor),
     ];
-    let [bias, softmax_aux, out_residual, dlse, dbias, dsoftmax_aux] =
-        optional.each_ref().map(|tensor| pointer(tensor.as_ref()));
+    let optional = optional.each_ref().map(|tensor| pointer(tensor.as_ref()));
+    let [bias, softmax_aux, out_residual, dlse, dbias, dsoftmax_aux, of_rows, of_heads] = optional;
     let (args, of_backward) = args(inputs.each_ref(), outputs.each_ref(), to.each_ref());
     let args = annulus_forward_args { bias, softmax_aux, max, sum, ties, out_residual, ..args };
+    let (statistics, head_statistics) = (of_rows, of_heads);
+    let args = annulus_forward_args { statistics, head_statistics, ..args };
     let of_backward =
         annulus_backward_args { bias, softmax_aux, max, sum, ties, out_residual, ..of_backward };
     let of_backward = annulus_backward_args { dlse, dbias, dsoftmax_aux, ..of_backward };
@@ -377,6 +387,17 @@ fn scores() -> Vec<Case> {
                 .logits_dtype(DType::Bf16),
         ),
         Case {
+            // SAFETY: the text is one of the program
+            add: |attention| unsafe {
+                ok(annulus_attention_set_bias_table(attention, c"t5:8,16".as_ptr()));
+            },
+            ..Case::new(
+                "a bias table",
+                |o| o.bias_dims = [1, o.q_heads, 1, 8],
+                new().bias_table(BiasTable::t5(true, 8, 16).unwrap()),
+            )
+        },
+        Case {
             // SAFETY: as of the masks
             add: |attention| unsafe {
                 let slopes = [0.5, 0.25, 0.125, 1.0];
@@ -412,6 +433,7 @@ fn scores() -> Vec<Case> {
             },
             new().softmax_aux(SinkShape::per_head(1)).unnormalized(true).dropout(0.25, 1 << 40),
         ),
+        Case::new("statistics", |o| o.statistics = 1, new().statistics(true)),
     ]
 }
 

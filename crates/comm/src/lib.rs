@@ -25,6 +25,7 @@ mod calls;
 pub mod checksum;
 pub mod deadline;
 mod delegate;
+mod head_statistics;
 pub mod heads_ring;
 pub mod kv_cache;
 mod merged_softmax;

@@ -13,7 +13,9 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, Element, Error, HostView, HostViewMut, Outputs, Result, memory};
+use annulus_core::{
+    DType, Element, Error, HostView, HostViewMut, Outputs, Result, Spec, memory, rebased_score_sum,
+};
 
 /// Softmax statistics of one row over some keys and sinks.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -72,47 +74,110 @@ pub(crate) struct PartialMerge {
     acc: Vec<f64>,
     /// Statistics of each row and head.
     lines: Vec<MergedSoftmax>,
+    /// Statistics of the scores of each row and head, if wanted.
+    scores: Vec<MergedScores>,
     normalize: bool,
+}
+
+/// Statistics of the scores of one row over some keys and sinks.
+#[derive(Debug, Clone, Copy)]
+struct MergedScores {
+    max_product: f64,
+    max_score: f64,
+    /// Σ e^(s − m)·(s − m), over keys and sinks.
+    score_sum: f64,
+}
+
+impl MergedScores {
+    /// No part.
+    const EMPTY: Self =
+        Self { max_product: f64::NEG_INFINITY, max_score: f64::NEG_INFINITY, score_sum: 0.0 };
+
+    /// Returns those of a part from its statistics, of which the third is its entropy.
+    fn of_part([max_product, max_score, entropy]: [f64; 3], part: &MergedSoftmax) -> Self {
+        // H = ln ℓ − t/ℓ
+        let score_sum = if part.sum == 0.0 { 0.0 } else { part.sum * (part.sum.ln() - entropy) };
+        Self { max_product, max_score, score_sum }
+    }
+
+    /// Adds a part. `before` and `part` are the statistics of the softmax of both, `max` is the
+    /// maximum of both.
+    fn add(
+        &mut self,
+        (before, part): (&MergedSoftmax, &MergedSoftmax),
+        scores: Self,
+        (max, [rescale, weight]): (f64, [f64; 2]),
+    ) {
+        let of = |scores: &Self, softmax: &MergedSoftmax| {
+            rebased_score_sum(scores.score_sum, [softmax.max, softmax.sum], max)
+        };
+        self.score_sum = of(self, before) * rescale + of(&scores, part) * weight;
+        self.max_product = self.max_product.max(scores.max_product);
+        self.max_score = self.max_score.max(scores.max_score);
+    }
+
+    /// Returns the statistics of the row, whose softmax is `softmax`.
+    fn finish(&self, softmax: &MergedSoftmax) -> [f64; 3] {
+        if softmax.sum.is_nan() {
+            return [f64::NAN; 3];
+        }
+        let entropy = softmax.normalizer().ln() - self.score_sum / softmax.normalizer();
+        [self.max_product, self.max_score, entropy]
+    }
 }
 
 impl PartialMerge {
     /// Allocates the merge of results of this shape, without parts. Outputs are divided by the sum
     /// if they `normalize`, which those of the parts then are, too.
-    pub(crate) fn new(shape: [usize; 4], normalize: bool) -> Result<Self> {
+    /// With `statistics`, those of the scores are merged, too.
+    pub(crate) fn new(shape: [usize; 4], normalize: bool, statistics: bool) -> Result<Self> {
         let [batch, rows, heads, dim] = shape;
         let count = batch * rows * heads;
         let acc = memory::filled("the merged output", count * dim, 0.0)?;
         let lines = memory::filled("the merged statistics", count, MergedSoftmax::EMPTY)?;
-        Ok(Self { shape, acc, lines, normalize })
+        let of_scores = if statistics { count } else { 0 };
+        let scores = memory::filled("the merged statistics", of_scores, MergedScores::EMPTY)?;
+        Ok(Self { shape, acc, lines, scores, normalize })
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        (size_of_val(&self.acc[..]) + size_of_val(&self.lines[..])) as u64
+        let Self { acc, lines, scores, .. } = self;
+        (size_of_val(&acc[..]) + size_of_val(&lines[..]) + size_of_val(&scores[..])) as u64
     }
 
     /// Removes all parts.
     pub(crate) fn clear(&mut self) {
         self.acc.fill(0.0);
         self.lines.fill(MergedSoftmax::EMPTY);
+        self.scores.fill(MergedScores::EMPTY);
     }
 
     /// Adds the results of some heads over further keys: `out` `[batch, rows, heads, value_dim]`
-    /// and `statistics` `[batch, rows, heads]`.
+    /// and `statistics` `[batch, rows, heads]`; with statistics of scores also `scores`
+    /// `[batch, rows, heads, 3]`.
     pub(crate) fn add(
         &mut self,
         heads: Range<usize>,
         mut out: impl Iterator<Item = f64>,
         statistics: impl Iterator<Item = MergedSoftmax>,
+        mut scores: impl Iterator<Item = f64>,
     ) {
         let [batch, rows, all_heads, dim] = self.shape;
         let lines =
             (0..batch * rows).flat_map(|row| heads.clone().map(move |head| row * all_heads + head));
         for (line, part) in lines.zip(statistics) {
             let out = out.by_ref().take(dim);
-            let Some([rescale, weight]) = self.lines[line].add(part) else {
+            let mut next = || scores.next().unwrap_or(f64::NAN);
+            let of_part = [next(), next(), next()];
+            let before = self.lines[line];
+            let Some(factors @ [rescale, weight]) = self.lines[line].add(part) else {
                 out.for_each(drop);
                 continue;
             };
+            if let Some(scores) = self.scores.get_mut(line) {
+                let of_part = MergedScores::of_part(of_part, &part);
+                scores.add((&before, &part), of_part, (self.lines[line].max, factors));
+            }
             let weight = if self.normalize { weight * part.sum } else { weight };
             let acc = &mut self.acc[line * dim..(line + 1) * dim];
             acc.iter_mut().zip(out).for_each(|(acc, x)| *acc = *acc * rescale + weight * x);
@@ -139,7 +204,8 @@ impl PartialMerge {
         let size = size_of::<T>();
         let normalize = self.normalize;
         let last = if normalize { 1 } else { 2 };
-        if message.len() < (dim + last + 1) * lines * size {
+        let of_scores = if self.scores.is_empty() { 0 } else { Spec::SCORE_STATISTICS };
+        if message.len() < (dim + last + 1 + of_scores) * lines * size {
             return Err(too_short());
         }
         let numbers = |range: Range<usize>| {
@@ -153,7 +219,9 @@ impl PartialMerge {
             sum,
             ties: if normalize { 0.0 } else { last },
         });
-        self.add(heads, numbers(0..dim * lines), statistics);
+        let first = (dim + last + 1) * lines;
+        let scores = numbers(first..first + of_scores * lines);
+        self.add(heads, numbers(0..dim * lines), statistics, scores);
         Ok(())
     }
 
@@ -165,7 +233,11 @@ impl PartialMerge {
         for (line, softmax) in self.lines.iter_mut().enumerate() {
             let first = if of_heads > 1 { line % heads * count } else { 0 };
             for &sink in &sinks[first..first + count] {
-                let Some([rescale, _]) = softmax.add(MergedSoftmax::sink(sink)) else { continue };
+                let (before, part) = (*softmax, MergedSoftmax::sink(sink));
+                let Some(factors @ [rescale, _]) = softmax.add(part) else { continue };
+                if let Some(scores) = self.scores.get_mut(line) {
+                    scores.add((&before, &part), MergedScores::EMPTY, (softmax.max, factors));
+                }
                 self.acc[line * dim..(line + 1) * dim].iter_mut().for_each(|acc| *acc *= rescale);
             }
         }
@@ -174,7 +246,7 @@ impl PartialMerge {
 
     /// Divides if the output is normalised, and writes the outputs, rounded once.
     pub(crate) fn finish(&mut self, outputs: &mut Outputs<HostViewMut<'_>>) {
-        let Self { shape, acc, lines, normalize } = self;
+        let Self { shape, acc, lines, scores, normalize } = self;
         let dim = shape[3];
         if *normalize {
             for (line, softmax) in lines.iter().enumerate() {
@@ -187,11 +259,17 @@ impl PartialMerge {
                 into.reborrow().swap_rows_and_heads().write_each(lines.iter().map(of));
             }
         };
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        let Outputs { out, lse, max, sum, ties, out_residual, statistics, head_statistics: _ } =
+            outputs.as_mut();
         write(Some(lse), MergedSoftmax::lse);
         write(max, |line| line.max);
         write(sum, |line| line.sum);
         write(ties, |line| line.ties);
+        if let Some(statistics) = statistics {
+            let of_lines = scores.iter().zip(lines.iter());
+            let numbers = of_lines.flat_map(|(scores, softmax)| scores.finish(softmax));
+            statistics.reborrow().swap_rows_and_heads().write_each(numbers);
+        }
         out.write(acc);
         if let Some(residual) = out_residual {
             residual.write_residual(acc);
@@ -299,7 +377,7 @@ mod tests {
 
     fn merged(parts: &[usize]) -> [Array4<f64>; 2] {
         let [batch, rows, heads, _] = SHAPE;
-        let mut merge = PartialMerge::new(SHAPE, true).unwrap();
+        let mut merge = PartialMerge::new(SHAPE, true, false).unwrap();
         merge.add_message(DType::F64, 0..heads, &part(2, 0..heads)).unwrap();
         merge.clear();
         for &number in parts {
@@ -317,6 +395,8 @@ mod tests {
             sum: None,
             ties: None,
             out_residual: None,
+            statistics: None,
+            head_statistics: None,
         });
         [out, lse]
     }
@@ -338,12 +418,12 @@ mod tests {
 
     #[test]
     fn a_short_message_is_an_error() {
-        let mut merge = PartialMerge::new(SHAPE, true).unwrap();
+        let mut merge = PartialMerge::new(SHAPE, true, false).unwrap();
         let message = part(0, 0..4);
         let mut short = |len| merge.add_message(DType::F64, 0..4, &message[..len]).is_err();
         assert!(short(0) && short(message.len() / 2) && short(message.len() - 1));
         // of an output that is not normalised, the ties are missing
-        let mut unnormalized = PartialMerge::new(SHAPE, false).unwrap();
+        let mut unnormalized = PartialMerge::new(SHAPE, false, false).unwrap();
         assert!(unnormalized.add_message(DType::F64, 0..4, &message).is_err());
     }
 }

@@ -171,7 +171,7 @@ impl<M: TensorMemory> RankTensors<M> {
         let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
         let gradients = self.backward(memory, ring, case, &made, out_residual)?;
-        let Outputs { out, lse, max, sum, ties, out_residual: _ } =
+        let Outputs { out, lse, max, sum, ties, .. } =
             made.try_map(|tensor| memory.download(&tensor))?;
         let Gradients { dq, dk, dv, mut dbias, dsinks } =
             gradients.try_map(|tensor| memory.download(&tensor))?;
@@ -222,6 +222,8 @@ impl<M: TensorMemory> RankTensors<M> {
             sum: Some(statistics()?),
             ties: (!case.spec.normalize).then(statistics).transpose()?,
             out_residual: ring.has_out_residual().then(out).transpose()?,
+            statistics: None,
+            head_statistics: None,
         };
         let inputs = self.inputs.as_ref().map(|tensor| memory.view(tensor));
         let mut outputs = made.as_mut().map(|tensor| memory.view_mut(tensor));
@@ -251,7 +253,7 @@ impl<M: TensorMemory> RankTensors<M> {
             dbias: self.bias_shape.map(|shape| filled(shape, sums)).transpose()?,
             dsinks: sinks_shape.map(|shape| filled(shape, sums)).transpose()?,
         };
-        let Outputs { out, lse, max, sum, ties, out_residual: residual } = made.as_ref();
+        let Outputs { out, lse, max, sum, ties, out_residual: residual, .. } = made.as_ref();
         let inputs = BackwardInputs {
             forward: self.inputs.as_ref(),
             out,

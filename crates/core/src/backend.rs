@@ -48,6 +48,10 @@ pub struct Capabilities {
     pub out_residual: bool,
     /// True if the backend computes second derivatives ([`Workspace::tangents`]).
     pub second_derivatives: bool,
+    /// True if the backend computes biases of a table ([`Spec::bias_table`]) and their gradient.
+    pub bias_table: bool,
+    /// True if the backend writes [`Outputs::statistics`].
+    pub statistics: bool,
 }
 
 /// Passes that a [`Workspace`] is allocated for.
@@ -324,7 +328,7 @@ pub trait BackwardPass<S: Space> {
     ) -> Result<S::Event>;
 
     /// Writes the terms of the sums over leaves of all ranks, in the reproducible order: dsinks,
-    /// and dbias of a bias with one row and one column. `dkv` is as in [`BackwardPass::finish`],
+    /// and dbias of a bias with one row and one column, or of a table. `dkv` is as in [`BackwardPass::finish`],
     /// before which this is called once, after the last block. Lists that there are no terms for
     /// are left empty.
     ///

@@ -15,7 +15,7 @@ pub struct LeafSums {
     /// dsinks of each leaf of queries: `[leaves][q_heads|1][sinks]`.
     pub sinks: Vec<f64>,
     /// dbias of each leaf of keys: `[leaves][b|1][q_heads|1]`. Empty unless the bias has one row
-    /// and one column.
+    /// and one column. Of a table instead [`crate::ExactSum::numbers`] of each of its elements.
     pub bias: Vec<f64>,
 }
 

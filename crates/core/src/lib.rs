@@ -23,12 +23,14 @@ compile_error!("annulus indexes with 64-bit offsets and needs a 64-bit target");
 mod backend;
 mod batch;
 mod bias;
+mod bias_table;
 mod block_sparse_mask;
 mod dense_mask;
 mod dims;
 mod dropout;
 mod dtype;
 mod error;
+mod exact_sum;
 mod fingerprint;
 mod gpu_tiles;
 mod host_rows;
@@ -65,12 +67,14 @@ pub use backend::{
 };
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
+pub use bias_table::BiasTable;
 pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
 pub use dims::{Dims, Side};
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element, HostView, HostViewMut};
 pub use error::{Error, Result};
+pub use exact_sum::ExactSum;
 pub use fingerprint::Fingerprint;
 pub use gpu_tiles::{GqaPacking, RangeLists};
 pub use host_rows::RowSegment;
@@ -93,7 +97,7 @@ pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use shard::Shard;
-pub use softmax_end::SoftmaxEnd;
+pub use softmax_end::{SoftmaxEnd, rebased_score_sum};
 pub use space::{
     Arrived, DeviceSpace, Host, HostBuffer, HostMemory, HostTensors, Space, StagedSpace, Tick,
 };

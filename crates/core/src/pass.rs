@@ -92,6 +92,14 @@ pub struct Outputs<V> {
     /// finite. Shaped and typed as out. Only of 16-bit inputs, and of backends with
     /// [`crate::Capabilities::out_residual`].
     pub out_residual: Option<V>,
+    /// Statistics of the scores of each row, `[b, q_heads, local q_len, 3]` in the accumulator's
+    /// type: see [`Spec::SCORE_STATISTICS`]. NaN where lse is. Present if and only if the spec has
+    /// [`Spec::statistics`].
+    pub statistics: Option<V>,
+    /// Maximum and mean of each statistic of each head over all batch rows, and over all rows with
+    /// a visible key of all ranks, `[q_heads, 3, 2, 1]` in the accumulator's type: −∞ and NaN of a
+    /// head without such a row. Present as `statistics`. The ring writes it, not the backend.
+    pub head_statistics: Option<V>,
 }
 
 /// Inputs of a backward pass.
@@ -198,7 +206,16 @@ impl<V> Inputs<V> {
 impl<V> Outputs<V> {
     /// Creates a set of the output and lse alone.
     pub const fn new(out: V, lse: V) -> Self {
-        Self { out, lse, max: None, sum: None, ties: None, out_residual: None }
+        Self {
+            out,
+            lse,
+            max: None,
+            sum: None,
+            ties: None,
+            out_residual: None,
+            statistics: None,
+            head_statistics: None,
+        }
     }
 }
 
@@ -277,7 +294,7 @@ macro_rules! tensor_set {
 }
 
 tensor_set!(Inputs {} { q k v } { bias sinks });
-tensor_set!(Outputs {} { out lse } { max sum ties out_residual });
+tensor_set!(Outputs {} { out lse } { max sum ties out_residual statistics head_statistics });
 tensor_set!(BackwardInputs { forward } { out max dout } { sum ties out_residual dlse });
 tensor_set!(Gradients {} { dq dk dv } { dbias dsinks });
 tensor_set!(TangentInputs { primal tangent } {} { dout dlse });

@@ -57,6 +57,29 @@ impl SoftmaxEnd {
         let summed = seen_max != f64::NEG_INFINITY || seen_sum != 0.0;
         Self { summed, lse: max + sum.ln(), max, sum, ties, rescale }
     }
+
+    /// Returns the entropy −Σ p·ln p over keys and sinks, of a row whose keys have the maximum m,
+    /// the sum ℓ and the `score_sum` Σ e^{s − m}·(s − m); 0 without keys and sinks.
+    ///
+    /// ```text
+    /// H = lse − Σ p·s = ln ℓ' − Σ e^{s − m'}·(s − m') / ℓ'
+    /// ```
+    /// The second form has no difference of large numbers.
+    pub fn entropy(&self, seen: [f64; 2], score_sum: f64, sinks: impl Iterator<Item = f64>) -> f64 {
+        if self.sum == 0.0 {
+            return 0.0;
+        }
+        let of_keys = self.rescale * rebased_score_sum(score_sum, seen, self.max);
+        let of_sink = |sink: f64| (sink - self.max).exp() * (sink - self.max);
+        let sinks = sinks.filter(|&sink| sink != f64::NEG_INFINITY);
+        self.sum.ln() - (of_keys + sinks.map(of_sink).sum::<f64>()) / self.sum
+    }
+}
+
+/// Returns Σ e^{s − m}·(s − m') of scores with the maximum and the sum `[m, ℓ]`, from `score_sum`,
+/// Σ e^{s − m}·(s − m); 0 without scores.
+pub fn rebased_score_sum(score_sum: f64, [max, sum]: [f64; 2], to: f64) -> f64 {
+    if sum == 0.0 { 0.0 } else { score_sum + sum * (max - to) }
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 use std::{ops::Range, sync::Arc};
 
 use crate::{
-    Batch, BiasFunction, DType, Dims, Error, Fingerprint, KeyIntervals, Mask, Result, RowField,
-    RowLayout,
+    Batch, BiasFunction, BiasTable, DType, Dims, Error, Fingerprint, KeyIntervals, Mask, Result,
+    RowField, RowLayout,
     mask::{Band, Key, Query, SharedMask},
 };
 
@@ -115,6 +115,9 @@ pub struct Spec {
     /// Global shape `[b|1, q_heads|1, q_len|1, kv_len|1]` of the additive bias tensor. `None`: no
     /// tensor.
     pub bias: Option<[usize; 4]>,
+    /// The bias tensor is a table, of the shape of [`BiasTable::shape`]: the bias of a pair is the
+    /// element of the column [`BiasTable::index`]. `None`: the columns are keys.
+    pub bias_table: Option<BiasTable>,
     /// Bias computed from positions. Added to the tensor if both are given. It has no gradient.
     pub bias_function: Option<Arc<dyn BiasFunction>>,
     /// Order of biases and soft cap.
@@ -123,6 +126,9 @@ pub struct Spec {
     pub sinks: Option<SinkShape>,
     /// True if out is divided by the row sum. If false, row maximum and row sum are outputs too.
     pub normalize: bool,
+    /// True if forward passes write [`Outputs::statistics`](crate::Outputs::statistics) and
+    /// [`Outputs::head_statistics`](crate::Outputs::head_statistics).
+    pub statistics: bool,
     /// Dropout of probabilities. `None`: no dropout.
     pub dropout: Option<Dropout>,
     /// Type to which q·k is rounded before scale, bias and soft cap.
@@ -164,10 +170,12 @@ impl Spec {
             scale: 1.0 / (dims.head_dim as f64).sqrt(),
             soft_cap: None,
             bias: None,
+            bias_table: None,
             bias_function: None,
             bias_order: BiasOrder::default(),
             sinks: None,
             normalize: true,
+            statistics: false,
             dropout: None,
             logits_dtype: dtype.accumulator(),
             precision: Precision::default(),
@@ -194,13 +202,25 @@ impl Spec {
         if let Some(shape) = self.bias {
             let Dims { batch, q_heads, q_len, kv_len, .. } = self.dims;
             let full = [batch, q_heads, q_len, kv_len];
-            if shape.iter().zip(full).any(|(&got, full)| got != full && got != 1) {
+            if let Some(table) = &self.bias_table {
+                let want = table.shape(q_heads);
+                if shape != want {
+                    return Err(Error::invalid(
+                        "bias_table",
+                        format!("a bias of shape {shape:?}"),
+                        format!("{want:?}"),
+                    ));
+                }
+            } else if shape.iter().zip(full).any(|(&got, full)| got != full && got != 1) {
                 return Err(Error::invalid(
                     "bias",
                     format!("{shape:?}"),
                     format!("{full:?}, where any length may be 1"),
                 ));
             }
+        }
+        if self.bias_table.is_some() && self.bias.is_none() {
+            return Err(Error::invalid("bias_table", "no bias", "the table as the bias"));
         }
         if let Some(sinks) = self.sinks.filter(|sinks| sinks.count == 0) {
             let owner = if sinks.per_head { "per head" } else { "shared by all heads" };
@@ -243,13 +263,24 @@ impl Spec {
     pub fn gradient_row_layout(&self) -> RowLayout {
         let dtype = self.dtype.accumulator();
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
-        match (self.leaf_rows, self.bias) {
+        match (self.leaf_rows, self.pair_bias()) {
             (Some(_), Some([_, _, 1, _])) => {
                 let dims = [head_dim, value_dim, self.bias_heads_per_kv_head()];
                 RowLayout::new(dims.map(|dim| RowField { batch, heads, dim, dtype }))
             }
             _ => self.key_and_value_layout(dtype),
         }
+    }
+
+    /// Returns the shape of the bias if its columns are keys, not the entries of a table.
+    pub fn pair_bias(&self) -> Option<[usize; 4]> {
+        self.bias.filter(|_| self.bias_table.is_none())
+    }
+
+    /// Returns true if dbias is that of a table in the reproducible order, whose sums are exact
+    /// ([`crate::LeafSums`]).
+    pub const fn sums_bias_exactly(&self) -> bool {
+        self.bias_table.is_some() && self.leaf_rows.is_some()
     }
 
     /// Returns the number of bias gradients per KV head of a query or a key: one for each query
@@ -302,6 +333,16 @@ impl Spec {
     /// `share` is subtracted from dS of each score that equals the row maximum, because the output
     /// depends on the maximum too.
     pub const ROW_STATISTICS: usize = 4;
+
+    /// Number of statistics of the scores of one row ([`crate::Outputs::statistics`]):
+    /// `[max_product, max_score, entropy]`.
+    ///
+    /// | statistic | formula, over the visible keys | a row without a visible key |
+    /// |---|---|---|
+    /// | max_product | max scale·q·k, before bias and soft cap | −∞ |
+    /// | max_score | max s, after bias and soft cap | −∞ |
+    /// | entropy | lse − Σ p·s, where the sinks are scores, too | that of the sinks; 0 without |
+    pub const SCORE_STATISTICS: usize = 3;
 
     /// Refuses a part of another attention: of its heads, or of its keys.
     ///

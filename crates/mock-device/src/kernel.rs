@@ -163,6 +163,8 @@ impl State {
             sum: Some(statistic(&self.sum)),
             ties: Some(statistic(&self.ties)),
             out_residual: Some(self.acc.mapv(residual)),
+            statistics: None,
+            head_statistics: None,
         }
     }
 

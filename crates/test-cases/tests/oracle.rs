@@ -106,7 +106,7 @@ fn two_keys_by_hand() {
     case.q = array![[[[1.0]], [[3.0]]]];
     case.k = array![[[[0.5]], [[-1.0]]]];
     case.v = array![[[[10.0]], [[20.0]]]];
-    let Forward { out, lse, max, sum, ties } = forward(&case);
+    let Forward { out, lse, max, sum, ties, .. } = forward(&case);
     // query 0 attends to key 0 alone, with score 1; query 1 has the scores 3 and −6
     let (a, b) = (3f64.exp(), (-6f64).exp());
     assert_eq!(

@@ -81,6 +81,7 @@ def attend(given: Arguments, *, draws_seed: bool = False) -> Any:
 
     With ``draws_seed`` every rank has drawn a seed of dropout, and that of rank 0 counts.
     """
+    given = _calls.with_table(given)
     if given.get("comm") is not None:
         return _attend_over_ranks(given, draws_seed=draws_seed)
     return _calls.chosen(given, _derivatives.apply(*_prepare(given)))

@@ -36,6 +36,8 @@ from ._ops import (
 
 _TENSORS = 5
 """query, key, value, bias, softmax_aux."""
+_RESULTS = 6
+"""Results of attend that a backward pass reads: all but the statistics of the scores."""
 
 
 def _save(ctx: Any, *tensors: Any) -> None:
@@ -55,7 +57,7 @@ def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
     """Returns the gradients of the inputs of ``annulus::attend``."""
     # unpacked once: activation checkpointing frees what it has recomputed
     saved = ctx.saved_tensors
-    tensors, results = saved[:_READ], saved[_READ:]
+    tensors, results = saved[:_READ], saved[_READ:][:_RESULTS]
     gradients = iter(compute(*tensors, ctx.options, False, *results, dout, dlse))
     of_inputs = [*_of_given(tensors, gradients), *(None for _ in tensors[_TENSORS:]), None, None]
     if tensors[_LIST_BIAS] is not None:
@@ -204,7 +206,7 @@ class _AttendJvp(torch.autograd.Function):
         inputs = (*tensors, ctx.options, False)
         double = iter(_AttendDoubleBackward.apply(*inputs, of_out, of_lse, *direction))
         of_tensors = _of_given(tensors, double)
-        results = _EagerAttend.apply(*inputs)
+        results = _EagerAttend.apply(*inputs)[:_RESULTS]
         linear = iter(_EagerAttendBackward.apply(*inputs, *results, of_out, of_lse))
         of_direction = _of_given(tensors, linear)
         none = (None for _ in (*tensors[_TENSORS:], "options"))

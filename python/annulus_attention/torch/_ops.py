@@ -1,7 +1,9 @@
 """Attention as operators of torch, which ``torch.compile`` puts into its graph unopened.
 
-    annulus::attend                  out, lse, max, sum, ties and out_residual; ties is empty if
-                                     normalised, out_residual if there is no use for it
+    annulus::attend                  out, lse, max, sum, ties, out_residual, and statistics of the
+                                     scores by row and by head; ties is empty if normalised,
+                                     out_residual if there is no use for it, statistics if they are
+                                     not wanted
     annulus::attend_backward         dq, dk, dv, then dbias and dsoftmax_aux of those that are given
     annulus::attend_jvp              tangents of out and lse
     annulus::attend_double_backward  as attend_backward, then the gradients of dout and dlse
@@ -60,7 +62,7 @@ def _read(given: tuple[Any, ...]) -> tuple[Call, Any, Any, dict[str, Any], bool]
     "annulus::attend",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}) -> ({', '.join(['Tensor'] * 8)})",
 )
 def attend(*given: Any) -> Any:
     """Computes a forward pass."""
@@ -71,7 +73,10 @@ def attend(*given: Any) -> Any:
     residual = forward.out.new_empty(0)
     if forward.out_residual is not None and _keeps_residual(tensors[0], given[_READ], forward_only):
         residual = forward.out_residual
-    return forward.out, forward.lse, forward.max, forward.sum, ties, residual
+    rows, heads = forward.lse.new_empty(0), forward.lse.new_empty(0)
+    if forward.statistics is not None:
+        rows, heads = forward.statistics.rows, forward.statistics.heads
+    return forward.out, forward.lse, forward.max, forward.sum, ties, residual, rows, heads
 
 
 def _keeps_residual(query: Any, options: str, forward_only: bool) -> bool:
@@ -87,13 +92,17 @@ def _(*given: Any) -> Any:
     shapes = Shapes.of(query, key, value, bias, softmax_aux)
     batch, q_len, q_heads, _ = shapes.query
     acc = getattr(torch, accumulator(shapes.dtype))
-    is_normalized = json.loads(options)["attention"]["normalize_output"]
+    attention = json.loads(options)["attention"]
+    is_normalized = attention["normalize_output"]
+    has_statistics = attention["return_statistics"]
     lse = (batch, q_heads, q_len)
     statistics = [lse, lse, lse, (0,) if is_normalized else lse]
     out = query.new_empty((batch, q_len, q_heads, shapes.value[3]))
     keeps = _keeps_residual(query, options, forward_only)
     residual = query.new_empty(out.shape if keeps else (0,))
-    return out, *(query.new_empty(shape, dtype=acc) for shape in statistics), residual
+    of_scores = [(*lse, 3), (q_heads, 3, 2)] if has_statistics else [(0,), (0,)]
+    lists = [[query.new_empty(shape, dtype=acc) for shape in of] for of in (statistics, of_scores)]
+    return out, *lists[0], residual, *lists[1]
 
 
 @torch.library.custom_op(

@@ -37,7 +37,7 @@ pub(crate) fn begin<E: TileInput>(
     state.query_tiles.begin();
     state.key_leaves.next = 0;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let PassState { list_bias_gradient, .. } = state;
+    let PassState { list_bias_gradient, table_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
@@ -48,6 +48,7 @@ pub(crate) fn begin<E: TileInput>(
         memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
         list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
     }
+    table_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,

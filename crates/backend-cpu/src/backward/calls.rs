@@ -66,7 +66,7 @@ fn attend_block<E: TileInput>(
         query_tiles,
         ..
     } = state;
-    let PassState { arrivals, key_leaves, .. } = state;
+    let PassState { arrivals, key_leaves, table_gradient, .. } = state;
     let tile_aligned = geometry.with_tile_aligned_strips();
     let plan = shard.leaves.as_deref();
     let (geometry, k_rows) = match (plan, wanted) {
@@ -98,6 +98,7 @@ fn attend_block<E: TileInput>(
         gradient_row_layout,
         add: false,
         bias_in_records: bias_gradient.as_ref().filter(in_records),
+        table_gradient: table_gradient.as_ref(),
     };
     if let Some(plan) = plan {
         arrive(plan, key_leaves, queries, sums)?;
@@ -189,6 +190,7 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
         gradient_row_layout,
         add: shard.leaves.is_none(),
         bias_in_records: bias_gradient.as_ref().filter(|gradient| gradient.in_records()),
+        table_gradient: None,
     };
     let layout = pass.gradient_row_layout.clone();
     let sums = elements_mut::<Acc<E>>(bytes_mut(final_grad)?, keys.len(), &layout)?;

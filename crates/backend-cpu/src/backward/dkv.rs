@@ -48,6 +48,7 @@ use crate::{
         records::QueryRecord,
         scratch::ThreadScratch,
         statistics::{RowStatistics, TileStatistics, load_statistics},
+        table_gradient::TableGradient,
     },
 };
 
@@ -96,6 +97,8 @@ pub(crate) struct DkvPass<'a, E: TileInput> {
     pub(super) add: bool,
     /// Present if dbias, summed over queries, is a field of the records.
     pub(super) bias_in_records: Option<&'a BiasGradient<Acc<E>>>,
+    /// Gradient of a bias that is a table, to which passes with dq add.
+    pub(super) table_gradient: Option<&'a TableGradient>,
 }
 
 impl<E: TileInput> DkvPass<'_, E> {
@@ -459,8 +462,12 @@ impl<E: TileInput> DkvPass<'_, E> {
             prefetcher.cursor(next_rows.map(PrefetchRows::of), v, PrefetchRows::default());
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
+        let table_gradient = self.table_gradient.filter(|_| dq.is_some());
         let bias = dq.map_or(self.bias_in_records, |dq| dq.bias());
         apply_soft_cap_slope(&self.scores, coord, &span, tiles, |ds| {
+            if let Some(gradient) = table_gradient {
+                gradient.add(&self.scores, coord, tile_mask.rows(), ds);
+            }
             let Some(bias) = bias else { return };
             let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];
             let lanes = (&mut sums_bias[..], first_key);

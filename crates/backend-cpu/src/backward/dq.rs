@@ -36,6 +36,7 @@ use crate::{
         scratch::ThreadScratch,
         state::PassState,
         statistics::{RowStatistics, load_statistics},
+        table_gradient::TableGradient,
     },
 };
 
@@ -50,7 +51,7 @@ pub(crate) fn backward_dq<E: TileInput>(
     let task_rows = state.arrange_backward();
     state.update_query_tiles(team, block.rows)?;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let PassState { arrivals, query_tiles, .. } = state;
+    let PassState { arrivals, query_tiles, table_gradient, .. } = state;
     let pass = ForwardQueryPass::<E>::new(
         geometry,
         task_rows,
@@ -61,7 +62,8 @@ pub(crate) fn backward_dq<E: TileInput>(
     )?;
     let dout = TileSource::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
-    let pass = DqPass { pass, dout, statistics, bias_in_blocks };
+    let table_gradient = table_gradient.as_ref();
+    let pass = DqPass { pass, dout, statistics, bias_in_blocks, table_gradient };
     let leaves = arrivals.arrive(shard, block.rows)?;
     // one thread works all tasks of an owner, because they add to the same part of dbias
     let mut partials = bias_gradient.as_mut().and_then(|gradient| gradient.partials());
@@ -87,6 +89,7 @@ struct DqPass<'a, E: TileInput> {
     statistics: &'a RowStatistics<Acc<E>>,
     /// [`crate::workspace::bias_gradient::BiasGradient::in_blocks`].
     bias_in_blocks: bool,
+    table_gradient: Option<&'a TableGradient>,
 }
 
 impl<E: TileInput> DqPass<'_, E> {
@@ -228,6 +231,9 @@ impl<E: TileInput> DqPass<'_, E> {
         apply_soft_cap_slope(scores, coord, &span, tiles, |ds| {
             if let Some(bias_partial) = &mut bias_partial {
                 bias_partial.add(coord, tile_mask.rows(), ds, scores.keys.rows());
+            }
+            if let Some(gradient) = self.table_gradient {
+                gradient.add(scores, coord, tile_mask.rows(), ds);
             }
             if self.bias_in_blocks {
                 block.add_over_keys(coord, first, geometry.dims.group(), &ds[span.clone()]);

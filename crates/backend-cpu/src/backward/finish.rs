@@ -88,6 +88,11 @@ pub(crate) fn finish<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>>
         });
     }
     state.scratch = scratch;
+    if let (Some(gradient), Some(dbias)) = (&mut state.table_gradient, gradients.dbias.as_mut())
+        && !reproducible
+    {
+        gradient.write(array_mut::<Acc<E>>("dbias", dbias)?);
+    }
     if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
         write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?, tick)?;
     }

@@ -115,8 +115,11 @@ pub(crate) fn leaf_sums<E: TileInput>(
             Ok(())
         })?;
     }
+    if let Some(gradient) = &mut state.table_gradient {
+        gradient.add_terms(of_bias)?;
+    }
     if let (Some(gradient), Some([batches, heads, 1, 1])) =
-        (&state.bias_gradient, state.shard.spec.bias)
+        (&state.bias_gradient, state.shard.spec.pair_bias())
     {
         let of_key = RecordSums::<Acc<E>>::new(state, gradient, final_grad)?;
         each_leaf(&state.shard.keys, leaf_rows, |rows| {

@@ -49,7 +49,7 @@ impl KvSplit {
     pub(crate) fn new(spec: &Spec, geometry: &Geometry, threads: usize, len: usize) -> Self {
         // a block without keys has no tasks, however many planes there are
         let planes = if len == 0 { 0 } else { spec.dims.batch * spec.dims.kv_heads };
-        let [batches, heads, _, bias_keys] = spec.bias.unwrap_or([0; 4]);
+        let [batches, heads, _, bias_keys] = spec.pair_bias().unwrap_or([0; 4]);
         let chained = batches == 1 && spec.dims.batch > 1 || heads == 1 && spec.dims.kv_heads > 1;
         let whole = if chained { 0 } else { planes / threads * threads };
         let mut tasks = len.div_ceil(geometry.key_block());

@@ -8,7 +8,7 @@
 
 use std::{ops::Range, slice::Chunks};
 
-use annulus_core::{HostViewMut, Outputs, Result, SoftmaxEnd};
+use annulus_core::{HostViewMut, Outputs, Result, SoftmaxEnd, Spec};
 use ndarray::{ArrayView4, ArrayViewMut2, ArrayViewMut4, Axis, s};
 
 use crate::{
@@ -42,12 +42,15 @@ pub(crate) struct OutputRows<'a, E: TileInput> {
     out_residual: Option<ArrayViewMut4<'a, E>>,
     /// lse, max, sum and ties, each `[batch, heads, rows, 1]`.
     statistics: [Option<ArrayViewMut4<'a, Acc<E>>>; 4],
+    /// `[batch, heads, rows, 3]`: see [`Spec::SCORE_STATISTICS`].
+    score_statistics: Option<ArrayViewMut4<'a, Acc<E>>>,
 }
 
 impl<'a, E: TileInput> OutputRows<'a, E> {
     /// Returns all outputs of a pass.
     pub(crate) fn of(outputs: &'a mut Outputs<HostViewMut<'_>>) -> Result<Self> {
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        let Outputs { out, lse, max, sum, ties, out_residual, statistics, head_statistics: _ } =
+            outputs.as_mut();
         let statistic = |name, view: Option<_>| view.map(|view| array_mut(name, view)).transpose();
         Ok(Self {
             out: array_mut("out", out)?,
@@ -58,6 +61,7 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
                 statistic("sum", sum)?,
                 statistic("ties", ties)?,
             ],
+            score_statistics: statistic("statistics", statistics)?,
         })
     }
 
@@ -92,12 +96,16 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
             self.out_residual.map(|view| view.split_at(of_out, index)).unzip();
         let [lse, max, sum, ties] =
             self.statistics.map(|view| view.map(|view| view.split_at(of_lse, index)).unzip());
+        let (score_statistics, scores_rest) =
+            self.score_statistics.map(|view| view.split_at(of_lse, index)).unzip();
         let rest = Self {
             out: out_rest,
             out_residual: residual_rest,
             statistics: [lse.1, max.1, sum.1, ties.1],
+            score_statistics: scores_rest,
         };
-        (Self { out, out_residual, statistics: [lse.0, max.0, sum.0, ties.0] }, rest)
+        let statistics = [lse.0, max.0, sum.0, ties.0];
+        (Self { out, out_residual, statistics, score_statistics }, rest)
     }
 
     /// Returns the rows of out of one batch row and head, for prefetches.
@@ -117,6 +125,11 @@ impl<'a, E: TileInput> OutputRows<'a, E> {
             for (view, number) in self.statistics.iter_mut().zip(statistics) {
                 if let Some(view) = view {
                     view[[of.batch, of.head, of.first_row + row, 0]] = number;
+                }
+            }
+            if let Some(view) = &mut self.score_statistics {
+                for (index, number) in of.score_statistics(lane).into_iter().enumerate() {
+                    view[[of.batch, of.head, of.first_row + row, index]] = number;
                 }
             }
         }
@@ -220,6 +233,21 @@ impl<A: Real> StripOutput<'_, A> {
             factor: end.summed.then(|| A::from_f64(factor)),
             statistics: [end.lse, end.max, end.sum, end.ties].map(A::from_f64),
         }
+    }
+
+    /// Computes the statistics of the scores of the row in lane `lane` of the block.
+    fn score_statistics(&self, lane: usize) -> [A; Spec::SCORE_STATISTICS] {
+        let partial = &self.block.partial;
+        let [max, sum] = [partial.max[lane], partial.sum[lane]].map(A::to_f64);
+        let max_product = partial.max_product.get(lane).map_or(max, |product| product.to_f64());
+        let score_sum = partial.score_sum.get(lane).map_or(f64::NAN, |sum| sum.to_f64());
+        let head = self.geometry.heads(self.block.kv_head).start + self.group_head;
+        let sinks = sink_line(self.sinks, head);
+        let end = SoftmaxEnd::of(max, sum, 0.0, sinks.clone());
+        if end.sum.is_nan() {
+            return [A::from_f64(f64::NAN); Spec::SCORE_STATISTICS];
+        }
+        [max_product, max, end.entropy([max, sum], score_sum, sinks)].map(A::from_f64)
     }
 
     /// Returns the lanes of the strip's rows in the statistics of the block.

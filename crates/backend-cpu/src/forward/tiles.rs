@@ -49,7 +49,7 @@ use crate::{
         operands::Previous,
         pack::PanelsInPlace,
         prefetch::{PrefetchRows, Prefetcher},
-        softmax::{MultiplyTile, OnlineSoftmax},
+        softmax::{MultiplyTile, OnlineSoftmax, OnlineSoftmaxStatistics},
         tile_mask::TILE,
     },
     workspace::{
@@ -412,7 +412,18 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             &mut cursor,
         );
         if !products.masked {
-            self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+            let max_product = match block.partial.max_product.get_mut(lanes.clone()) {
+                Some(of_lanes) => of_lanes,
+                None => &mut [],
+            };
+            self.scores.finish_with_maximum(
+                coord,
+                tile_mask,
+                &mut tiles.s,
+                None,
+                &mut tiles.extra,
+                max_product,
+            );
         }
 
         let span = coord.span(tile_mask.rows());
@@ -428,11 +439,14 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
         let scale = self.scores.deferred_scale();
         let tile_max = products.max_known.then_some(&*tile_max);
         let row_ranges = products.row_ranges.filter(|_| products.masked);
-        let max_changed = Acc::<E>::run_kernel(
-            token,
-            vectors,
-            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale },
-        );
+        let softmax =
+            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale };
+        let max_changed = match block.partial.score_sum.get_mut(lanes.clone()) {
+            Some(score_sum) => {
+                Acc::<E>::run_kernel(token, vectors, OnlineSoftmaxStatistics { softmax, score_sum })
+            }
+            None => Acc::<E>::run_kernel(token, vectors, softmax),
+        };
         if self.scores.fill_keep(coord, tile_mask.rows(), &mut tiles.extra) {
             Acc::<E>::run_kernel(
                 token,

@@ -22,6 +22,7 @@ use crate::{
     },
     tile::{
         bias::load_bias,
+        bias_table::TableTile,
         dropout::{ExpandKeepBits, keep_bits},
         geometry::{QueryKeyPairs, TileCoord},
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
@@ -76,14 +77,30 @@ impl<A: Real> Scores<'_, A> {
         coord: &TileCoord,
         tile_mask: &mut TileMask,
         tile: &mut [A],
+        soft_cap_slope: Option<&mut [A]>,
+        extra: &mut [A],
+    ) {
+        self.finish_with_maximum(coord, tile_mask, tile, soft_cap_slope, extra, &mut []);
+    }
+
+    /// As [`Scores::finish`]. Updates `max_product` of each lane, unless it is empty.
+    pub(crate) fn finish_with_maximum(
+        &self,
+        coord: &TileCoord,
+        tile_mask: &mut TileMask,
+        tile: &mut [A],
         mut soft_cap_slope: Option<&mut [A]>,
         extra: &mut [A],
+        max_product: &mut [A],
     ) {
         let has_bias = self.has_bias();
         if has_bias {
             self.fill_bias(coord, tile_mask, extra);
         }
         let span = coord.span(tile_mask.rows());
+        if !max_product.is_empty() {
+            self.update_max_product(coord, tile_mask, &tile[span.clone()], max_product);
+        }
         if self.needs_epilogue() {
             let epilogue = ScoreEpilogue {
                 tile: &mut tile[span.clone()],
@@ -106,6 +123,45 @@ impl<A: Real> Scores<'_, A> {
             if let Some((into, value)) = fill {
                 let kernel = MaskFill { tile: &mut into[span], words, value };
                 A::run_kernel(self.token, coord.vectors, kernel);
+            }
+        }
+    }
+
+    /// True if the largest scale·q·k differs from the largest score.
+    pub(crate) const fn has_max_product(spec: &Spec) -> bool {
+        spec.statistics
+            && (spec.bias.is_some() || spec.bias_function.is_some() || spec.soft_cap.is_some())
+    }
+
+    /// Updates the largest scale·q·k of each lane by the visible pairs of a tile of products.
+    ///
+    /// Rounding and scaling keep the order of the products, or reverse it: they are applied to the
+    /// largest alone, or to the smallest.
+    fn update_max_product(
+        &self,
+        coord: &TileCoord,
+        tile_mask: &TileMask,
+        products: &[A],
+        max_product: &mut [A],
+    ) {
+        let scale = A::from_f64(self.spec.scale);
+        let sign = if self.spec.scale < 0.0 { -A::ONE } else { A::ONE };
+        let mut largest = [A::ZERO; TILE];
+        let largest = &mut largest[..coord.width];
+        let words = tile_mask.words();
+        A::run_kernel(
+            self.token,
+            coord.vectors,
+            LaneMaximum { tile: products, words, sign, into: &mut *largest },
+        );
+        for (into, &mut largest) in max_product.iter_mut().zip(largest) {
+            if largest == -A::INFINITY {
+                continue;
+            }
+            let product = sign * largest;
+            let product = scale * self.rounding().map_or(product, |dtype| product.rounded(dtype));
+            if product > *into {
+                *into = product;
             }
         }
     }
@@ -143,9 +199,17 @@ impl<A: Real> Scores<'_, A> {
     pub(crate) fn fill_bias(&self, coord: &TileCoord, tile_mask: &mut TileMask, into: &mut [A]) {
         let rows = tile_mask.rows().clone();
         let pairs = coord.pairs(&rows);
-        match self.bias {
-            Some(bias) => self.fill_bias_tensor(bias, coord, tile_mask, pairs.clone(), into),
-            None => into[coord.span(&rows)].fill(A::ZERO),
+        match (self.bias, &self.spec.bias_table) {
+            (Some(bias), Some(table)) => {
+                let tile = TableTile::new(table, (self.queries, self.keys), coord, &rows);
+                if tile.fill(bias, into) {
+                    hide_infinite(coord, tile_mask, pairs.clone(), into);
+                }
+            }
+            (Some(bias), None) => {
+                self.fill_bias_tensor(bias, coord, tile_mask, pairs.clone(), into)
+            }
+            (None, _) => into[coord.span(&rows)].fill(A::ZERO),
         }
         if let Some(function) = &self.spec.bias_function {
             self.add_bias_function(&**function, coord, tile_mask, pairs, into);
@@ -165,12 +229,7 @@ impl<A: Real> Scores<'_, A> {
         if !load_bias(self.token, bias, coord, (keys.start, key_rows), queries.clone(), into) {
             return;
         }
-        for query in queries {
-            for key in keys.clone().filter(|&key| into[coord.element(query, key)] == -A::INFINITY) {
-                let (row, lane) = coord.row_and_lane(query, key);
-                tile_mask.hide(row, lane);
-            }
-        }
+        hide_infinite(coord, tile_mask, QueryKeyPairs { queries, keys }, into);
     }
 
     /// Adds the bias function to the visible pairs.
@@ -205,6 +264,21 @@ impl<A: Real> Scores<'_, A> {
                 }
                 into[coord.element(query, key)] += bias;
             }
+        }
+    }
+}
+
+/// Masks out the pairs with a bias of −∞.
+fn hide_infinite<A: Real>(
+    coord: &TileCoord,
+    tile_mask: &mut TileMask,
+    QueryKeyPairs { queries, keys }: QueryKeyPairs,
+    bias: &[A],
+) {
+    for query in queries {
+        for key in keys.clone().filter(|&key| bias[coord.element(query, key)] == -A::INFINITY) {
+            let (row, lane) = coord.row_and_lane(query, key);
+            tile_mask.hide(row, lane);
         }
     }
 }
@@ -254,6 +328,37 @@ impl<A: Real> ArrayKernel for ScoreEpilogue<'_, A> {
             if let Some([bias]) = bias.filter(|_| !self.bias_first) {
                 *x = zip(*x, *bias, |x, bias| x + bias);
             }
+        }
+    }
+}
+
+/// Writes the largest `sign`·x of the visible pairs of each lane; −∞ without one.
+struct LaneMaximum<'a, A> {
+    tile: &'a [A],
+    /// Visible pairs, if some are masked.
+    words: Option<&'a [u64]>,
+    sign: A,
+    into: &'a mut [A],
+}
+
+impl<A: Real> SimdKernel<A> for LaneMaximum<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let infinity = V::splat(-A::INFINITY);
+        let sign = V::splat(self.sign);
+        let mut largest = [infinity; VECTORS];
+        let rows = vector::each_row::<A, V, _>(V::strip::<VECTORS>(self.tile));
+        for (index, row) in rows.enumerate() {
+            let word = self.words.map_or(u64::MAX, |words| words[index]);
+            unrolled!(v < VECTORS, {
+                let x = V::load(&row[v]).times(sign).select(word >> (v * V::WIDTH), infinity);
+                largest[v] = x.if_larger(largest[v]);
+            });
+        }
+        if let Some(into) = V::row_mut::<VECTORS>(self.into) {
+            unrolled!(v < VECTORS, largest[v].store(&mut into[v]));
         }
     }
 }

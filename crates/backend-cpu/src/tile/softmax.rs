@@ -9,11 +9,19 @@
 //! # Source
 //! Milakov and Gimelshein 2018, algorithm 3.
 //!
+//! With row statistics also the sum from which the entropy follows, H = ln ℓ − t/ℓ:
+//!
+//! ```text
+//! t = Σ e^{s − m}·(s − m)      t' = (t + ℓ·(m − m'))·e^{m − m'} + Σ_r e^{s_r − m'}·(s_r − m')
+//! ```
+//! It rescales like ℓ, and has no difference of large numbers, as lse − Σ p·s has.
+//!
 //! Merge of two partial results of one strip, for the reproducible order.
 //!
 //! ```text
 //! m  = mʳ > mˡ ? mʳ : mˡ       fˡ = e^{mˡ − m}       fʳ = e^{mʳ − m}
 //! ℓ  = ℓˡ·fˡ + (ℓʳ·fʳ)         acc = accˡ·fˡ + (accʳ·fʳ)
+//! t  = (tˡ + ℓˡ·(mˡ − m))·fˡ + ((tʳ + ℓʳ·(mʳ − m))·fʳ)
 //! acc = accˡ where mʳ = −∞     acc = accʳ where mˡ = −∞
 //! ```
 //! The products in parentheses are rounded, the others are fused where the machine has a fused
@@ -32,6 +40,9 @@ use crate::{
     },
     tile::{aligned::Aligned, tile_mask::RowRanges},
 };
+
+/// Below this s − m the probability e^{s − m} is 0 in f32 and f64.
+const LEAST_SCORE: f64 = -1e4;
 
 /// Updates the softmax statistics of each lane with the scores of some rows of a tile, and replaces
 /// the scores by unnormalised probabilities e^{s − m'}. Queries lie in lanes.
@@ -59,6 +70,33 @@ impl<A: Real> SimdKernel<A> for OnlineSoftmax<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        self.update::<V, VECTORS, false>(&mut [])
+    }
+}
+
+/// [`OnlineSoftmax`] that also updates `score_sum`, t of each lane.
+pub(crate) struct OnlineSoftmaxStatistics<'a, A> {
+    pub(crate) softmax: OnlineSoftmax<'a, A>,
+    pub(crate) score_sum: &'a mut [A],
+}
+
+impl<A: Real> SimdKernel<A> for OnlineSoftmaxStatistics<'_, A> {
+    /// As of [`OnlineSoftmax`].
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        self.softmax.update::<V, VECTORS, true>(self.score_sum)
+    }
+}
+
+impl<A: Real> OnlineSoftmax<'_, A> {
+    /// Updates the lanes of one row of vectors, and `score_sum` if there are `STATISTICS`.
+    #[inline(always)]
+    fn update<V: Vector<A>, const VECTORS: usize, const STATISTICS: bool>(
+        self,
+        score_sum: &mut [A],
+    ) -> bool {
         let tile = V::strip_mut::<VECTORS>(self.tile);
         let lanes = (V::row_mut::<VECTORS>(self.max))
             .zip(V::row_mut::<VECTORS>(self.sum))
@@ -94,27 +132,47 @@ impl<A: Real> SimdKernel<A> for OnlineSoftmax<'_, A> {
         }
         // 3. probabilities and their sum
         let mut added = [V::splat(A::ZERO); VECTORS];
+        let mut added_scores = added;
+        let mut add = |v: usize, score: V, row: &mut V::Memory| {
+            let prob = score.softmax_exp();
+            added[v] = added[v].plus(prob);
+            if STATISTICS {
+                // 0·(−∞) would be NaN: the probability of such a score is 0
+                let score = score.if_larger(V::splat(A::from_f64(LEAST_SCORE)));
+                added_scores[v] = prob.multiply_add(score, added_scores[v]);
+            }
+            prob.store(row);
+        };
         if let Some(row_ranges) = self.row_ranges {
             // masked rows would add 0
             unrolled!(v < VECTORS, {
                 let rows = row_ranges.get(v).cloned().unwrap_or_default();
                 let rows = tile.get_mut(rows).unwrap_or_default();
                 for row in vector::each_row_mut::<A, V, _>(rows) {
-                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    prob.store(&mut row[v]);
+                    add(v, V::load(&row[v]).times(scale).minus(base[v]), &mut row[v]);
                 }
             });
         } else {
             for row in vector::each_row_mut::<A, V, _>(tile) {
                 unrolled!(v < VECTORS, {
-                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    prob.store(&mut row[v]);
+                    add(v, V::load(&row[v]).times(scale).minus(base[v]), &mut row[v]);
                 });
             }
         }
-        // 4. ℓ' = ℓ·e^{m − m'} + sum
+        // 4. t' = (t + ℓ·(m − m'))·e^{m − m'} + sum of scores
+        if let Some(score_sum) = V::row_mut::<VECTORS>(score_sum).filter(|_| STATISTICS) {
+            unrolled!(v < VECTORS, {
+                let moved = old[v].minus(base[v]);
+                let factor = moved.softmax_exp();
+                // ℓ is 0 where nothing was visible
+                let moved = old[v].if_equal(infinity, V::splat(A::ZERO), moved);
+                V::load(&sum[v])
+                    .multiply_add(moved, V::load(&score_sum[v]))
+                    .multiply_add(factor, added_scores[v])
+                    .store(&mut score_sum[v]);
+            });
+        }
+        // 5. ℓ' = ℓ·e^{m − m'} + sum
         unrolled!(v < VECTORS, {
             let factor = old[v].minus(base[v]).softmax_exp();
             factor.store(&mut rescale[v]);
@@ -242,16 +300,33 @@ pub(crate) struct Partial<L> {
     pub(crate) sum: L,
     /// Number of scores equal to the running maximum. Empty if the output is normalised.
     pub(crate) ties: L,
+    /// Running sum t of scores. Empty without row statistics.
+    pub(crate) score_sum: L,
+    /// Largest scale·q·k. Empty if that is the maximum: without bias and soft cap.
+    pub(crate) max_product: L,
+}
+
+/// Lengths of the lists of a [`Partial`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct PartialLens {
+    pub(crate) sums: usize,
+    /// Of max and sum.
+    pub(crate) rows: usize,
+    pub(crate) ties: usize,
+    pub(crate) score_sum: usize,
+    pub(crate) max_product: usize,
 }
 
 impl<A: Real> Partial<Aligned<A>> {
-    /// Allocates lists of these lengths: sums, then max and sum, then ties.
-    pub(crate) fn new([sums, rows, ties]: [usize; 3]) -> Result<Self> {
+    /// Allocates lists of these lengths.
+    pub(crate) fn new(lens: PartialLens) -> Result<Self> {
         Ok(Self {
-            sums: Aligned::zeroed(sums)?,
-            max: Aligned::zeroed(rows)?,
-            sum: Aligned::zeroed(rows)?,
-            ties: Aligned::zeroed(ties)?,
+            sums: Aligned::zeroed(lens.sums)?,
+            max: Aligned::zeroed(lens.rows)?,
+            sum: Aligned::zeroed(lens.rows)?,
+            ties: Aligned::zeroed(lens.ties)?,
+            score_sum: Aligned::zeroed(lens.score_sum)?,
+            max_product: Aligned::zeroed(lens.max_product)?,
         })
     }
 
@@ -260,12 +335,14 @@ impl<A: Real> Partial<Aligned<A>> {
         self.max.fill(-A::INFINITY);
         self.sum.fill(A::ZERO);
         self.ties.fill(A::ZERO);
+        self.score_sum.fill(A::ZERO);
+        self.max_product.fill(-A::INFINITY);
     }
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let Self { sums, max, sum, ties } = self;
-        [sums, max, sum, ties].map(Aligned::bytes).iter().sum()
+        let Self { sums, max, sum, ties, score_sum, max_product } = self;
+        [sums, max, sum, ties, score_sum, max_product].map(Aligned::bytes).iter().sum()
     }
 }
 
@@ -301,6 +378,8 @@ impl<A: Real> SimdKernel<A> for MergeSoftmax<'_, A> {
         let mut merged = [infinity; VECTORS];
         let mut left_factor = [zero; VECTORS];
         let mut right_factor = [zero; VECTORS];
+        let mut left_sum = [zero; VECTORS];
+        let mut right_sum = [zero; VECTORS];
         unrolled!(v < VECTORS, {
             (left_max[v], right_max[v]) = ordered(V::load(&max[v]), V::load(&other_max[v]));
             merged[v] = right_max[v].if_larger(left_max[v]);
@@ -309,6 +388,7 @@ impl<A: Real> SimdKernel<A> for MergeSoftmax<'_, A> {
             left_factor[v] = left_max[v].minus(base).softmax_exp();
             right_factor[v] = right_max[v].minus(base).softmax_exp();
             let (left, right) = ordered(V::load(&sum[v]), V::load(&other_sum[v]));
+            (left_sum[v], right_sum[v]) = (left, right);
             left.multiply_add(left_factor[v], right.times(right_factor[v])).store(&mut sum[v]);
             merged[v].store(&mut max[v]);
         });
@@ -320,6 +400,25 @@ impl<A: Real> SimdKernel<A> for MergeSoftmax<'_, A> {
                 let left = left_max[v].if_equal(merged[v], left, zero);
                 let right = right_max[v].if_equal(merged[v], right, zero);
                 left.plus(right).store(&mut ties[v]);
+            });
+        }
+        if let (Some(score_sum), Some(others)) =
+            (V::row_mut::<VECTORS>(into.score_sum), V::row::<VECTORS>(other.score_sum))
+        {
+            unrolled!(v < VECTORS, {
+                let (left, right) = ordered(V::load(&score_sum[v]), V::load(&others[v]));
+                let moved = |max: V| max.if_equal(infinity, zero, max.minus(merged[v]));
+                let left = left_sum[v].multiply_add(moved(left_max[v]), left);
+                let right = right_sum[v].multiply_add(moved(right_max[v]), right);
+                left.multiply_add(left_factor[v], right.times(right_factor[v]))
+                    .store(&mut score_sum[v]);
+            });
+        }
+        if let (Some(max_product), Some(others)) =
+            (V::row_mut::<VECTORS>(into.max_product), V::row::<VECTORS>(other.max_product))
+        {
+            unrolled!(v < VECTORS, {
+                V::load(&others[v]).if_larger(V::load(&max_product[v])).store(&mut max_product[v]);
             });
         }
         let other_rows = V::strip::<VECTORS>(other.sums);
@@ -348,9 +447,16 @@ mod tests {
 
     fn merged(isa: Isa, mut into: Lanes, other: &Lanes, other_is_left: bool) -> Lanes {
         let [max, sum, ties, sums] = &mut into.0;
-        let into_partial = Partial { max: &mut max[..], sum, ties, sums };
+        let into_partial = Partial {
+            max: &mut max[..],
+            sum,
+            ties,
+            sums,
+            score_sum: &mut [],
+            max_product: &mut [],
+        };
         let [max, sum, ties, sums] = &other.0;
-        let other = Partial { max: &max[..], sum, ties, sums };
+        let other = Partial { max: &max[..], sum, ties, sums, score_sum: &[], max_product: &[] };
         let kernel = MergeSoftmax { into: into_partial, other, other_is_left };
         f32::run_kernel(IsaToken::new(isa).unwrap(), 1, kernel);
         into

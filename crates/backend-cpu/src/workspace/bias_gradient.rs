@@ -32,7 +32,7 @@ use crate::{
 
 /// Returns the owner of the dbias elements of a block of queries. Without a bias or a backward
 /// pass, every block owns itself.
-pub(crate) const fn owner(
+pub(crate) fn owner(
     spec: &Spec,
     backward: bool,
     batch: usize,
@@ -40,7 +40,7 @@ pub(crate) const fn owner(
     block: usize,
     block_number: usize,
 ) -> usize {
-    match spec.bias {
+    match spec.pair_bias() {
         Some(shape) if backward => OwnerIndex::new(spec, shape).index(batch, kv_head, block),
         _ => block_number,
     }
@@ -118,7 +118,9 @@ impl<A: Real> BiasGradient<A> {
         blocks: &[QueryBlock<A>],
         q_rows: usize,
     ) -> Result<Option<Self>> {
-        let Some(shape @ [batches, heads, queries, keys]) = spec.bias else { return Ok(None) };
+        let Some(shape @ [batches, heads, queries, keys]) = spec.pair_bias() else {
+            return Ok(None);
+        };
         let group = spec.dims.group();
         let in_leaves = spec.leaf_rows.is_some();
         let owned = if in_leaves && (queries == 1 || keys == 1) { &[] } else { blocks };
@@ -152,7 +154,7 @@ impl<A: Real> BiasGradient<A> {
     /// Returns the number of sums over all queries that a task holds in scratch, for `keys` keys:
     /// one per head of the group and key.
     pub(crate) fn lanes(spec: &Spec, keys: usize) -> usize {
-        match spec.bias {
+        match spec.pair_bias() {
             Some([_, heads, 1, _]) => keys * own_heads(spec, heads),
             _ => 0,
         }

@@ -14,7 +14,7 @@ use crate::{
         aligned::{Aligned, list_bytes},
         geometry::Geometry,
         pack::padded_dim,
-        softmax::Partial,
+        softmax::{Partial, PartialLens},
         tile_mask::TILE,
     },
 };
@@ -129,7 +129,7 @@ pub(crate) fn is_decode<A: Real>(
     let enough = if token.max_vectors() > 1 { A::WIDTH } else { A::WIDTH / 2 };
     // decode sums scores in another order, so that the bits would depend on the number of queries
     let any_order = spec.leaf_rows.is_none();
-    !backward && any_order && spec.normalize && (1..enough).contains(&queries)
+    !backward && any_order && spec.normalize && !spec.statistics && (1..enough).contains(&queries)
 }
 
 /// Returns the keys of a tile: the lanes of a strip.
@@ -174,8 +174,9 @@ impl<A: Real> Decode<A> {
         let dims = geometry.dims;
         let splits = keys.div_ceil(split_keys(keys));
         let packed = dims.q_heads * queries;
-        let lists = [packed * padded_dim::<A>(dims.value_dim), packed, 0];
-        let partials = (0..splits * dims.batch).map(|_| Partial::new(lists));
+        let sums = packed * padded_dim::<A>(dims.value_dim);
+        let lens = PartialLens { sums, rows: packed, ..PartialLens::default() };
+        let partials = (0..splits * dims.batch).map(|_| Partial::new(lens));
         Ok(Self { partials: partials.collect::<Result<_>>()? })
     }
 }

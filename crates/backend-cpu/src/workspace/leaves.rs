@@ -20,7 +20,7 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::Geometry,
-        softmax::Partial,
+        softmax::{Partial, PartialLens},
         tile_mask::TILE,
     },
 };
@@ -42,11 +42,11 @@ pub(crate) struct BlockLeaves<A> {
 }
 
 impl<A: Real> BlockLeaves<A> {
-    /// Allocates `slots` slots of lists of these lengths; see [`Partial::new`].
-    pub(crate) fn new(slots: usize, lists: [usize; 3]) -> Result<Self> {
+    /// Allocates `slots` slots of lists of these lengths.
+    pub(crate) fn new(slots: usize, lens: PartialLens) -> Result<Self> {
         let mut all = memory::list("the partial results of leaves", slots)?;
         for _ in 0..slots {
-            all.push(LeafSlot { partial: Partial::new(lists)?, filled: false });
+            all.push(LeafSlot { partial: Partial::new(lens)?, filled: false });
         }
         Ok(Self { slots: all, filled: false })
     }

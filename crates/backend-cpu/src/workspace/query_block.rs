@@ -208,18 +208,25 @@ impl<A: Real> QueryBlock<A> {
                 let lanes = first..first + strip.width;
                 let rows = lanes.start * value_rows..lanes.end * value_rows;
                 let (into, other) = (&mut self.partial, &self.leaves.slots[slot].partial);
-                let ties = if into.ties.is_empty() { 0..0 } else { lanes.clone() };
+                let of = |list: &[A]| if list.is_empty() { 0..0 } else { lanes.clone() };
+                let ties = of(&into.ties);
+                let score_sum = of(&into.score_sum);
+                let max_product = of(&into.max_product);
                 let other = Partial {
                     sums: &other.sums[rows.clone()],
                     max: &other.max[lanes.clone()],
                     sum: &other.sum[lanes.clone()],
                     ties: &other.ties[ties.clone()],
+                    score_sum: &other.score_sum[score_sum.clone()],
+                    max_product: &other.max_product[max_product.clone()],
                 };
                 let into = Partial {
                     sums: &mut into.sums[rows],
                     max: &mut into.max[lanes.clone()],
                     sum: &mut into.sum[lanes],
                     ties: &mut into.ties[ties],
+                    score_sum: &mut into.score_sum[score_sum],
+                    max_product: &mut into.max_product[max_product],
                 };
                 let kernel = MergeSoftmax { into, other, other_is_left: slot_is_left };
                 A::run_kernel(geometry.token, strip.vectors, kernel);

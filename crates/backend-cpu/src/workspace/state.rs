@@ -33,7 +33,8 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
-        softmax::Partial,
+        scores::Scores,
+        softmax::{Partial, PartialLens},
         tile_mask::TILE,
     },
     workspace::{
@@ -44,6 +45,7 @@ use crate::{
         query_tiles::QueryTileCache,
         scratch::ThreadScratch,
         statistics::RowStatistics,
+        table_gradient::TableGradient,
         tangents::TangentState,
     },
 };
@@ -151,6 +153,8 @@ pub(crate) struct PassState<A> {
     pub(crate) scratch: Vec<ThreadScratch<A>>,
     pub(crate) statistics: RowStatistics<A>,
     pub(crate) bias_gradient: Option<BiasGradient<A>>,
+    /// Gradient of a bias that is a table.
+    pub(crate) table_gradient: Option<TableGradient>,
     /// Layout of dq in the current backward pass.
     pub(crate) dq_layout: DqLayout,
     /// Visibility of each tile of queries, for the passes over keys.
@@ -234,7 +238,7 @@ impl<A: Real> PassState<A> {
         // with the two-pass backward, a dbias sum over queries and keys is accumulated block by
         // block: the size of a block must not depend on the thread count
         let block_threads =
-            if backward && matches!(spec.bias, Some([_, _, 1, 1])) { 1 } else { threads };
+            if backward && matches!(spec.pair_bias(), Some([_, _, 1, 1])) { 1 } else { threads };
         let block_rows =
             |most| geometry.block_rows(shard.queries.len(), dims.group(), block_threads, most);
         // the mask may change with the batch: wide tasks consist of whole narrow ones, so that one
@@ -270,15 +274,22 @@ impl<A: Real> PassState<A> {
                     let owner = owner(spec, backward, batch, kv_head, first / q_rows, blocks.len());
                     let lanes = geometry.lanes(rows.len());
                     let all = lanes * dims.group();
-                    let lists = [all * acc_rows, all, if spec.normalize { 0 } else { all }];
+                    let only = |is_needed: bool| if is_needed { all } else { 0 };
+                    let lens = PartialLens {
+                        sums: all * acc_rows,
+                        rows: all,
+                        ties: only(!spec.normalize),
+                        score_sum: only(spec.statistics),
+                        max_product: only(Scores::<A>::has_max_product(spec)),
+                    };
                     blocks.push(QueryBlock {
                         batch,
                         kv_head,
                         rows,
                         lanes,
                         owner,
-                        partial: Partial::new(lists)?,
-                        leaves: BlockLeaves::new(slots, lists)?,
+                        partial: Partial::new(lens)?,
+                        leaves: BlockLeaves::new(slots, lens)?,
                         kept_q: KeptQueries::default(),
                     });
                 }
@@ -288,6 +299,7 @@ impl<A: Real> PassState<A> {
         sort(&mut blocks, block_order, wide_rows);
         let block_index = memory::filled("the workspace", blocks.len(), 0)?;
         let bias_gradient = if backward { BiasGradient::new(spec, &blocks, q_rows)? } else { None };
+        let table_gradient = if backward { TableGradient::new(spec)? } else { None };
         let statistics = if backward {
             RowStatistics::new(spec, shard.queries.len())?
         } else {
@@ -345,6 +357,7 @@ impl<A: Real> PassState<A> {
             scratch,
             statistics,
             bias_gradient,
+            table_gradient,
             dq_layout,
             query_tiles,
             decode,
@@ -443,6 +456,7 @@ impl<A: Real> PassState<A> {
             + self.scratch.iter().map(ThreadScratch::bytes).sum::<usize>()
             + list_bytes(&self.statistics.lines)
             + self.bias_gradient.as_ref().map_or(0, BiasGradient::bytes)
+            + self.table_gradient.as_ref().map_or(0, TableGradient::bytes)
             + self.query_tiles.bytes()
             + self.decode.as_ref().map_or(0, Decode::bytes)
             + self.arrivals.bytes()

@@ -99,8 +99,7 @@ impl Passes {
         let [q, k, v, _] = &self.inputs;
         let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
         let (out, lse) = (self.out.view_mut(), self.lse.view_mut());
-        let mut outputs =
-            Outputs { out, lse, max: None, sum: None, ties: None, out_residual: None };
+        let mut outputs = Outputs::new(out, lse);
         self.ring.forward(&inputs, &mut outputs).map(drop)
     }
 

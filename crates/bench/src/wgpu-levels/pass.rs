@@ -126,6 +126,8 @@ impl Passes {
                     sum: None,
                     ties: None,
                     out_residual: None,
+                    statistics: None,
+                    head_statistics: None,
                 };
                 ring.forward(&inputs, &mut outputs).map(drop)
             }

@@ -104,12 +104,15 @@ pub(crate) struct OutputFlags {
     /// Write the unnormalized output, and the softmax statistics max and sum
     #[arg(long)]
     pub(crate) unnormalized: bool,
+    /// Write statistics of the scores: by row, and by head over all ranks
+    #[arg(long)]
+    pub(crate) statistics: bool,
 }
 
 impl OutputFlags {
     /// Sets the flags of mathematics that no other flag and no file changes.
     pub(crate) fn set_mathematics(&self, builder: Attention) -> Attention {
-        builder.unnormalized(self.unnormalized)
+        builder.unnormalized(self.unnormalized).statistics(self.statistics)
     }
 }
 
@@ -227,4 +230,6 @@ pub(super) const FLAGS: &[(&str, &str)] = &[
     ("backend", "--backend"),
     ("device", "--device"),
     ("receive_ahead", "--receive-ahead"),
+    ("statistics", "--statistics"),
+    ("bias_table", "--bias-table"),
 ];

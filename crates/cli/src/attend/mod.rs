@@ -7,7 +7,7 @@ mod summary;
 
 use std::path::PathBuf;
 
-use annulus::{Attention, BiasOrder, Division, Runtime, Setup};
+use annulus::{Attention, BiasOrder, Division, Runtime, Setup, bias::BiasTable};
 use annulus_core::{Batch, DType, SinkShape};
 use annulus_plan::{Machine, Strategy};
 use clap::Args;
@@ -43,6 +43,7 @@ const EXAMPLES: &str = "Input tensors, by name:
   key_list_bias [pairs]                                           floats, without --backward
   dout [b, q, h, dv]  dlse [b, h, q]                              floats, for --backward
 OutputFile tensors: out, lse; max, sum with --unnormalized;
+  statistics [b, h, q, 3], head_statistics [h, 3, 2] with --statistics;
   dq, dk, dv, dbias, dsoftmax_aux with --backward.
 
 Examples:
@@ -144,6 +145,10 @@ pub(crate) struct AttendFlags {
     #[arg(long, value_parser = bias_order(), requires = "soft_cap",
         help_heading = "Scores and probabilities")]
     bias_order: Option<BiasOrder>,
+    /// The bias `[1, h|1, 1, entries]` of the input is a table by relative positions: clipped:L,R,
+    /// t5:BUCKETS,DISTANCE, t5-causal:BUCKETS,DISTANCE, grid:8x8 or grid:LENGTHS,WINDOWS
+    #[arg(long, value_name = "KIND")]
+    bias_table: Option<BiasTable>,
     #[command(flatten)]
     outputs: OutputFlags,
     #[command(flatten, next_help_heading = "Ring")]
@@ -174,6 +179,7 @@ impl AttendFlags {
         job.agree(self.needed_tensors(&input))?;
         job.agree(check_strategy(division.strategy, &input.dims, job.ranks()))?;
         let attention = files.attention(dtype, sinks).bias(input.bias);
+        let attention = attention.bias_table(self.bias_table.clone());
         let attention = attention.bias_order(self.bias_order.unwrap_or(BiasOrder::AfterSoftCap));
         let attention = self.outputs.set_mathematics(attention).forward_only(!self.backward);
         // the whole batch is read for the balanced layout and the strategy auto only
@@ -226,6 +232,9 @@ impl AttendFlags {
         if self.backward && input.has("key_list_bias") {
             let by = "annulus attend --backward, which writes no gradient of it";
             return Err(annulus_core::Error::unsupported("key_list_bias", by).into());
+        }
+        if self.bias_table.is_some() && !input.has("bias") {
+            return needed("bias", "--bias-table", "--bias");
         }
         if self.bias_order.is_some() && !input.has("bias") {
             return needed("bias", "--bias-order", "--bias");

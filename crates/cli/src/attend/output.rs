@@ -72,6 +72,12 @@ pub(crate) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
         all.push(PlannedTensor::new("max", sums, &rows));
         all.push(PlannedTensor::new("sum", sums, &rows));
     }
+    if spec.statistics {
+        let of_rows = [batch, q_heads, q_len, Spec::SCORE_STATISTICS];
+        all.push(PlannedTensor::new("statistics", sums, &of_rows));
+        let of_heads = [q_heads, Spec::SCORE_STATISTICS, 2];
+        all.push(PlannedTensor::new("head_statistics", sums, &of_heads));
+    }
     if backward {
         input.tensors().need("dout", 4)?;
         all.push(PlannedTensor::new("dq", data, &[batch, q_len, q_heads, head_dim]));
@@ -86,13 +92,20 @@ pub(crate) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
     Ok(all)
 }
 
-/// Writes the arrays of a forward pass of the ranks of this process.
+/// Writes the arrays of a forward pass of the ranks of this process. Statistics by head, which are
+/// equal on all ranks, are written by the process with rank 0, the `leader`.
 pub(super) fn write_forward<T: Element>(
     output: &OutputFile,
     all: &[Given<'_, Forward<T>>],
+    leader: bool,
 ) -> Result<()> {
     write(output, "out", 1, all, |of| Some((of.q_rows, &of.arrays.out)))?;
     write(output, "lse", 2, all, |of| Some((of.q_rows, &of.arrays.lse)))?;
+    write(output, "statistics", 2, all, |of| Some((of.q_rows, of.arrays.statistics.as_ref()?)))?;
+    let first = all.first().filter(|_| leader);
+    if let Some(of_heads) = first.and_then(|of| of.arrays.head_statistics.as_ref()) {
+        output.write_flat("head_statistics", 0, dense("head_statistics", of_heads)?)?;
+    }
     // the file has the maximum and the sum of an output that is not normalised
     if all.iter().all(|of| of.arrays.ties.is_none()) {
         return Ok(());

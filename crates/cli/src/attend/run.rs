@@ -220,7 +220,8 @@ impl AttendRun<'_> {
             Ok(forward)
         })?;
         progress.phase("write", 0);
-        write(job, ranks, &forwards, |all| output::write_forward(output, all))?;
+        let leader = job.is_leader();
+        write(job, ranks, &forwards, |all| output::write_forward(output, all, leader))?;
         if !self.backward {
             return Ok(());
         }
@@ -241,7 +242,6 @@ impl AttendRun<'_> {
             Ok(gradients)
         })?;
         progress.phase("write", 0);
-        let leader = job.is_leader();
         write(job, ranks, &gradients, |all| output::write_backward(output, spec, all, leader))
     }
 

@@ -1,9 +1,9 @@
 //! `attend` and `decode` from file to file: compared with the oracle, and with one attention over
 //! all rows.
 
-use annulus::{Attention, BiasOrder, SinkShape};
+use annulus::{Attention, BiasOrder, SinkShape, bias::BiasTable};
 use annulus_core::{Batch, DType, DenseMask, Dims, oracle};
-use ndarray::{Array, Array2, Array3, Array4};
+use ndarray::{Array, Array2, Array3, Array4, Axis};
 use serde_json::Value;
 
 use crate::support::{Folder, Tensors};
@@ -78,7 +78,24 @@ fn expected(file: &Tensors, attention: &Attention) -> Vec<(&'static str, Vec<f64
         all.push(("max", forward.max.iter().copied().collect()));
         all.push(("sum", forward.sum.iter().copied().collect()));
     }
+    if spec.statistics {
+        all.push(("statistics", forward.statistics.iter().copied().collect()));
+        all.push(("head_statistics", by_head(&forward.statistics)));
+    }
     all
+}
+
+/// Maximum and mean of each statistic of each head, over the rows with a visible key.
+fn by_head(statistics: &Array4<f64>) -> Vec<f64> {
+    let of = |head: usize, index: usize| {
+        let of_head = statistics.index_axis(Axis(1), head);
+        let rows = of_head.lanes(Axis(2)).into_iter().filter(|row| row[1] > f64::NEG_INFINITY);
+        let numbers: Vec<f64> = rows.map(|row| row[index]).collect();
+        let largest = numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        [largest, numbers.iter().sum::<f64>() / numbers.len() as f64]
+    };
+    let heads = 0..statistics.len_of(Axis(1));
+    heads.flat_map(|head| (0..3).flat_map(move |index| of(head, index))).collect()
 }
 
 fn same(got: &Tensors, want: &[(&'static str, Vec<f64>)], tolerance: f64) {
@@ -127,6 +144,16 @@ fn flags_change_the_result_as_the_oracle_does() {
         (
             format!("{attend} --unnormalized --prefix 7 --ranks 2"),
             Attention::new().unnormalized(true).prefix_len(7),
+        ),
+        (
+            format!(
+                "{attend} --causal --soft-cap 2 --statistics --bias-table clipped:10,18 --ranks 3"
+            ),
+            Attention::new()
+                .causal(true)
+                .logits_soft_cap(2.0)
+                .statistics(true)
+                .bias_table(BiasTable::clipped(10, 18).unwrap()),
         ),
         (format!("{attend} --causal --ranks 40"), Attention::new().causal(true)),
         (format!("{attend} --causal --ranks 4 --strategy heads:2"), Attention::new().causal(true)),

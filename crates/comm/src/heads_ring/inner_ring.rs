@@ -56,6 +56,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             sum: take(PassTensor::Sum),
             ties: take(PassTensor::Ties),
             out_residual: take(PassTensor::OutResidual).filter(|_| wants_residual),
+            statistics: take(PassTensor::Statistics),
+            // of the whole plan: computed after the exchange
+            head_statistics: None,
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         self.ring.forward_loop(&of_member, &mut results)

@@ -76,6 +76,7 @@ use self::{
 use crate::{
     agreement,
     calls::{Calls, Collective, Report, caught},
+    head_statistics,
     profiler::span,
     ring::{
         PassKind, Ring, RingOptions, StepEvent, StepHook,
@@ -242,7 +243,14 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             .and_then(|()| shapes.outputs(&outputs.as_ref().map(Host::describe_mut)));
         let has_residual = outputs.out_residual.is_some();
         self.call(PassKind::Forward, checked, has_residual, |plan, start| {
-            plan.forward_pass(inputs, outputs, start)
+            let waited = plan.forward_pass(inputs, outputs, start)?;
+            if let (Some(rows), Some(heads)) =
+                (&mut outputs.statistics, &mut outputs.head_statistics)
+            {
+                let HeadsRing { transport, calls, .. } = plan;
+                head_statistics::write(transport, &mut calls.entries, rows, heads)?;
+            }
+            Ok(waited)
         })
     }
 

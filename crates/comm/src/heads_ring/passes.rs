@@ -94,7 +94,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             return Ok(waited);
         }
         // members send the maximum and the sum also where the caller wants neither
-        let Outputs { out, lse, max, sum, ties, out_residual } = outputs.as_mut();
+        let Outputs { out, lse, max, sum, ties, out_residual, statistics, head_statistics: _ } =
+            outputs.as_mut();
         let mut targets = Targets::new();
         for (name, view) in [
             (PassTensor::Out, Some(out)),
@@ -103,6 +104,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             (PassTensor::Sum, sum),
             (PassTensor::Ties, ties),
             (PassTensor::OutResidual, out_residual),
+            (PassTensor::Statistics, statistics),
         ] {
             let target = view.map(|view| ResultTarget::new(name.turn_mut(view.reborrow())));
             targets.extend(target.map(|target| (name, target)));

@@ -68,6 +68,8 @@ pub(super) enum PassTensor {
     /// the maxima.
     Ties,
     OutResidual,
+    /// Of a spec with statistics.
+    Statistics,
     Dout,
     /// dlse; −delta with several key columns.
     Dlse,
@@ -81,8 +83,8 @@ impl PassTensor {
     /// Returns true for a tensor that a pass takes as `[batch, heads, rows, elements]`: a statistic
     /// or a bias. All others, and all tensors in messages, are `[batch, rows, heads, elements]`.
     const fn is_heads_first(self) -> bool {
-        use PassTensor::{Bias, Dbias, Dlse, Lse, Max, Sum, Ties};
-        matches!(self, Bias | Dbias | Dlse | Lse | Max | Sum | Ties)
+        use PassTensor::{Bias, Dbias, Dlse, Lse, Max, Statistics, Sum, Ties};
+        matches!(self, Bias | Dbias | Dlse | Lse | Max | Statistics | Sum | Ties)
     }
 
     /// Converts a tensor between the forms of a pass and of messages.
@@ -107,11 +109,13 @@ pub(super) struct PassFields {
 impl PassFields {
     /// Returns the tensors of a forward pass.
     pub(super) fn forward(spec: &Spec, grid: &HeadGrid) -> Self {
-        use PassTensor::{Lse, Max, Out, Sum, Ties};
+        use PassTensor::{Lse, Max, Out, Statistics, Sum, Ties};
         // lse is computed from the merged statistics of columns
         let lse = (grid.columns() == 1).then_some(Lse);
         let ties = (!spec.normalize).then_some(Ties);
-        let outputs = std::iter::once(Out).chain(lse).chain([Max, Sum]).chain(ties).collect();
+        let statistics = spec.statistics.then_some(Statistics);
+        let outputs = std::iter::once(Out).chain(lse).chain([Max, Sum]);
+        let outputs = outputs.chain(ties).chain(statistics).collect();
         let fields = ExchangeFields::of_forward(spec, grid);
         Self { fields, inputs: Self::input_names(spec, grid), outputs }
     }
@@ -283,7 +287,7 @@ impl ColumnTensors {
         };
         let backward = backward.then(gradients).transpose()?;
         let shape = [batch, rows, q_heads, value_dim];
-        let merge = PartialMerge::new(shape, spec.normalize)?;
+        let merge = PartialMerge::new(shape, spec.normalize, spec.statistics)?;
         Ok(Self { merge, backward })
     }
 

@@ -202,6 +202,8 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             sum: Some(statistic()?),
             ties: Some(statistic()?),
             out_residual: None,
+            statistics: None,
+            head_statistics: None,
         };
         pass.finish(outputs, tick)?;
         let values = HostView::of_bytes(values, sums, [rows, 1, 1, value_dim])?.widened()?;

@@ -105,7 +105,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         arrived.sort_unstable_by_key(|(header, _)| header.peer);
         let before = arrived.partition_point(|(header, _)| header.peer < *rank);
         let Dims { batch, q_heads, value_dim, .. } = spec.dims;
-        let mut merge = PartialMerge::new([batch, shape.queries, q_heads, value_dim], true)?;
+        let mut merge = PartialMerge::new([batch, shape.queries, q_heads, value_dim], true, false)?;
         let [lower, higher] = [&arrived[..before], &arrived[before..]]
             .map(|ranks| ranks.iter().map(|(_, message)| message.buffer.bytes()));
         for message in lower.chain([source.0.bytes()]).chain(higher) {
@@ -237,7 +237,7 @@ impl RankPartialShape {
         // the cache has no use for ties
         let statistics = max?.into_iter().zip(sum?);
         let statistics = statistics.map(|(max, sum)| MergedSoftmax { max, sum, ties: 0.0 });
-        merge.add(0..self.dims.q_heads, out.into_iter(), statistics);
+        merge.add(0..self.dims.q_heads, out.into_iter(), statistics, std::iter::empty());
         Ok(())
     }
 

@@ -191,6 +191,8 @@ impl PageResults {
             lse: statistic()?,
             ties: Some(statistic()?),
             out_residual: None,
+            statistics: None,
+            head_statistics: None,
         })
     }
 

@@ -29,6 +29,8 @@ pub(crate) struct Shapes {
     bias: Option<Described>,
     sinks: Option<Described>,
     normalize: bool,
+    /// Statistics by row and by head.
+    statistics: Option<[Described; 2]>,
     /// Name of the backend if it has no rounding residual of out.
     no_out_residual: Option<&'static str>,
 }
@@ -56,6 +58,10 @@ impl Shapes {
                 (sums, [if sinks.per_head { dims.q_heads } else { 1 }, sinks.count, 1, 1])
             }),
             normalize: spec.normalize,
+            statistics: spec.statistics.then(|| {
+                let of_rows = [dims.batch, dims.q_heads, q_rows, Spec::SCORE_STATISTICS];
+                [(sums, of_rows), (sums, [dims.q_heads, Spec::SCORE_STATISTICS, 2, 1])]
+            }),
             no_out_residual: None,
         }
     }
@@ -98,6 +104,9 @@ impl Shapes {
         check_optional("max", got.max, wanted)?;
         check_optional("sum", got.sum, wanted)?;
         check_optional("ties", got.ties, unnormalized)?;
+        let [statistics, head_statistics] = self.statistics.map_or([None; 2], |of| of.map(Some));
+        check_optional("statistics", got.statistics, statistics)?;
+        check_optional("head_statistics", got.head_statistics, head_statistics)?;
         self.out_residual(got.out_residual)
     }
 
@@ -251,6 +260,8 @@ pub(crate) fn second_derivatives(
         format!("the {} backend", capabilities.name)
     } else if spec.leaf_rows.is_some() {
         "the reproducible order (reproducible)".to_owned()
+    } else if spec.bias_table.is_some() {
+        "a bias table (bias_table)".to_owned()
     } else if !spec.normalize {
         "an output that is not normalised (unnormalized)".to_owned()
     } else if two_pass {
@@ -259,6 +270,35 @@ pub(crate) fn second_derivatives(
         return Ok(());
     };
     Err(Error::unsupported("second_derivatives", by))
+}
+
+/// Refuses a bias table that the backend does not compute.
+pub(crate) fn bias_table(spec: &Spec, capabilities: &Capabilities) -> Result<()> {
+    if spec.bias_table.is_some() && !capabilities.bias_table {
+        return Err(Error::unsupported("bias_table", format!("the {} backend", capabilities.name)));
+    }
+    Ok(())
+}
+
+/// Refuses row statistics that the backend or the ring does not compute.
+pub(crate) fn statistics<S: Space>(
+    spec: &Spec,
+    options: &RingOptions,
+    capabilities: &Capabilities,
+) -> Result<()> {
+    if !spec.statistics {
+        return Ok(());
+    }
+    let by = if !capabilities.statistics {
+        format!("the {} backend", capabilities.name)
+    } else if !S::HOST_TENSORS {
+        "tensors in device memory".to_owned()
+    } else if options.second_derivatives {
+        "a plan with second derivatives (second_derivatives)".to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(Error::unsupported("statistics", by))
 }
 
 /// Refuses a ring that would have to sum gradients in device memory over ranks.
@@ -343,6 +383,9 @@ fn plan(
         .into_iter()
         .enumerate()
         .fold(d, |d, (axis, name)| debug(d, name, &spec.bias.map(|shape| shape[axis])));
+    let table = spec.bias_table.as_ref();
+    let of_table = table.map(|table| table.fingerprint(Fingerprint::new().number(1)));
+    let d = identity(d, "bias_table", of_table.unwrap_or_default(), &spec.bias_table);
     let function = spec.bias_function.as_ref();
     let fingerprint = function.map(|function| function.fingerprint(Fingerprint::new().number(1)));
     let fingerprint = fingerprint.unwrap_or_default();
@@ -351,6 +394,7 @@ fn plan(
     let d = debug(d, "softmax_aux count", &spec.sinks.map(|sinks| sinks.count));
     let d = debug(d, "softmax_aux per_head", &spec.sinks.map(|sinks| sinks.per_head));
     let d = d.field("normalize_output", u64::from(spec.normalize));
+    let d = d.field("statistics", u64::from(spec.statistics));
     let d = float(d, "dropout_prob", probability).field("dropout_seed", seed);
     let d = text(d, "logits_dtype", spec.logits_dtype);
     let d = debug(d, "precision", &spec.precision);

@@ -51,6 +51,7 @@ use annulus_plan::{Layout, Machine, Route, Schedule, Work};
 pub use crate::calls::Report;
 use crate::{
     calls::{Calls, Collective, caught},
+    head_statistics,
     profiler::span,
 };
 use buffers::RingBuffers;
@@ -203,7 +204,27 @@ impl<B: Backend> Ring<B> {
         let checked = shapes
             .inputs(&inputs.as_ref().map(B::Space::describe))
             .and_then(|()| shapes.outputs(&outputs.as_ref().map(B::Space::describe_mut)));
-        self.call(PassKind::Forward, checked, |ring| ring.forward_loop(inputs, outputs))
+        self.call(PassKind::Forward, checked, |ring| {
+            let waited = ring.forward_loop(inputs, outputs)?;
+            if ring.agreed.spec.statistics {
+                ring.write_head_statistics(outputs)?;
+            }
+            Ok(waited)
+        })
+    }
+
+    /// Writes the statistics by head over all ranks.
+    fn write_head_statistics(
+        &mut self,
+        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
+    ) -> Result<()> {
+        let mut views = outputs.as_mut().map(B::Space::host_view_mut);
+        let (Some(Some(rows)), Some(Some(heads))) =
+            (&mut views.statistics, &mut views.head_statistics)
+        else {
+            return Err(Error::internal("statistics in device memory"));
+        };
+        head_statistics::write(self.transport.as_mut(), &mut self.calls.entries, rows, heads)
     }
 
     /// Computes the gradients of this rank's rows.

@@ -178,7 +178,7 @@ impl RingPlan {
         };
         Ok(Self {
             q_leaves: owners(spec.sinks.is_some(), &shards.q)?,
-            kv_leaves: owners(matches!(spec.bias, Some([_, _, 1, 1])), &shards.kv)?,
+            kv_leaves: owners(matches!(spec.pair_bias(), Some([_, _, 1, 1])), &shards.kv)?,
             leaves: leaves.transpose()?.map(Arc::new),
             lengths: None,
             route: schedule.route,
@@ -227,9 +227,10 @@ impl RingPlan {
         }
     }
 
-    /// Returns true if ranks sum dsinks, or dbias with one row and one column, leaf by leaf.
-    pub(super) const fn has_leaf_sums(&self) -> bool {
-        self.q_leaves.is_some() || self.kv_leaves.is_some()
+    /// Returns true if ranks sum dsinks, or dbias with one row and one column, leaf by leaf, or that
+    /// of a table exactly.
+    pub(super) fn has_leaf_sums(&self) -> bool {
+        self.q_leaves.is_some() || self.kv_leaves.is_some() || self.spec.sums_bias_exactly()
     }
 
     /// Returns the bytes of the local query block.

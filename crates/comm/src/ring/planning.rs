@@ -87,6 +87,8 @@ pub(crate) fn check_plan<B: Backend>(
     let spec = Spec { backward, ..spec };
     check::two_pass(&spec, ranks)?;
     check::second_derivatives(&spec, options, &capabilities, ranks)?;
+    check::bias_table(&spec, &capabilities)?;
+    check::statistics::<B::Space>(&spec, options, &capabilities)?;
     check::reduction::<B::Space>(&spec, options, ranks)?;
     if let Some(layout) = &options.layout {
         let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);

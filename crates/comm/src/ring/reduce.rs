@@ -15,6 +15,9 @@
 //! merge the nodes of all ranks in ascending order
 //! ```
 //! The plan defines the nodes of all ranks, so only numbers are sent.
+//!
+//! dbias of a table is there a sum over all pairs, which no leaf owns: ranks sum the digits of exact
+//! sums ([`ExactSum`]).
 
 use std::{
     sync::Arc,
@@ -22,8 +25,8 @@ use std::{
 };
 
 use annulus_core::{
-    AbsentLeaves, AgreedLengths, Backend, Error, Gradients, Order, Result, Space, Spec, Transport,
-    ViewMut, memory,
+    AbsentLeaves, AgreedLengths, Backend, Error, ExactSum, Gradients, Order, Result, Space, Spec,
+    Transport, ViewMut, memory,
 };
 
 use super::{
@@ -61,8 +64,12 @@ impl<B: Backend> Ring<B> {
         }
         if let Some(dbias) = gradients.dbias.as_mut().filter(|_| bias_is_shared(&self.agreed.spec))
         {
-            let terms = std::mem::take(&mut self.buffers.leaf_sums.bias);
-            waited += self.reduce_gradient(self.plan.kv_leaves.clone(), &terms, dbias)?;
+            let mut terms = std::mem::take(&mut self.buffers.leaf_sums.bias);
+            waited += if self.agreed.spec.sums_bias_exactly() {
+                self.reduce_exact(&mut terms, dbias)?
+            } else {
+                self.reduce_gradient(self.plan.kv_leaves.clone(), &terms, dbias)?
+            };
             self.buffers.leaf_sums.bias = terms;
         }
         Ok(waited)
@@ -80,6 +87,26 @@ impl<B: Backend> Ring<B> {
             None if self.agreed.reduces => self.reduce_view(view),
             None => Ok(Duration::ZERO),
         }
+    }
+
+    /// Sums exact sums over ranks: `terms` are the numbers of each element.
+    fn reduce_exact(
+        &mut self,
+        terms: &mut [f64],
+        view: &mut <B::Space as Space>::ViewMut<'_>,
+    ) -> Result<Duration> {
+        let mut waited = Duration::ZERO;
+        let lengths = self.plan.lengths;
+        if self.agreed.reduces {
+            for part in terms.chunks_mut(Slicing::new(self.ranks).numbers_at_once()) {
+                waited += self.all_reduce(part, lengths)?;
+            }
+        }
+        let mut view = B::Space::host_view_mut(view)
+            .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
+        let sums = terms.chunks_exact(ExactSum::NUMBERS);
+        view.write_each(sums.map(|numbers| ExactSum::of_numbers(numbers).total()));
+        Ok(waited)
     }
 
     fn reduce_view(&mut self, view: &mut <B::Space as Space>::ViewMut<'_>) -> Result<Duration> {
@@ -216,6 +243,7 @@ pub(super) fn slices_of_pass<'a>(
     let spec = &agreed.spec;
     let sinks = if plan.q_leaves.is_none() { sink_numbers(spec) } else { 0 };
     let bias = if plan.kv_leaves.is_none() { shared_bias_numbers(spec) } else { 0 };
+    let bias = if spec.sums_bias_exactly() { bias * ExactSum::NUMBERS } else { bias };
     let sums = [sinks, bias].into_iter().filter(|_| agreed.reduces);
     let slicing = Slicing::new(plan.shards.kv.len());
     sums.flat_map(move |numbers| slicing.of_sum(numbers))

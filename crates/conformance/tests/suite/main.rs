@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod bad_input;
+mod bias_table;
 mod cpu;
 mod facade;
 mod grid;
@@ -11,4 +12,5 @@ mod neighborhood;
 mod out_residual;
 mod reproducible;
 mod reproducible_cache;
+mod statistics;
 mod strategies;

@@ -87,7 +87,7 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
     ) -> Result<Self::Backward<'p>> {
         let PassTensors { context, inputs: slots, outputs, dout, dlse, gradients } =
             &mut self.tensors;
-        let Outputs { out, lse, max: _, sum, ties, out_residual } = outputs.as_mut();
+        let Outputs { out, lse, max: _, sum, ties, out_residual, .. } = outputs.as_mut();
         let slots = BackwardInputs {
             forward: slots.as_mut(),
             out,
@@ -288,6 +288,9 @@ impl<D: DeviceSpace> PassTensors<D> {
                 sum: optional(),
                 ties: optional(),
                 out_residual: optional(),
+                // no device backend writes statistics (`Capabilities::statistics`)
+                statistics: None,
+                head_statistics: None,
             },
             dout: slot(),
             dlse: slot(),

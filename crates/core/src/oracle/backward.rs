@@ -119,7 +119,7 @@ impl Backward {
             vector_mut(&mut self.dv, [b, pair.j, kv_head])
                 .scaled_add(pair.keep * probability, &dout);
             if let Some(dbias) = &mut self.dbias {
-                let at = broadcast(dbias.dim().into(), [b, h, i, pair.j]);
+                let at = broadcast(dbias.dim().into(), [b, h, i, pair.bias_column]);
                 dbias[at] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
             }
         }

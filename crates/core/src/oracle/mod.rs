@@ -65,6 +65,8 @@ pub struct Forward {
     pub sum: Array3<f64>,
     /// Number of keys and sinks whose score is the row maximum, in lse's shape.
     pub ties: Array3<f64>,
+    /// `[b, q_heads, q_len, 3]`: see [`Spec::SCORE_STATISTICS`].
+    pub statistics: Array4<f64>,
 }
 
 /// Computes attention.
@@ -87,6 +89,7 @@ pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
         max: statistics(),
         sum: statistics(),
         ties: statistics(),
+        statistics: Array4::zeros((batch, q_heads, q_len, Spec::SCORE_STATISTICS)),
     };
     for b in 0..batch {
         for h in 0..q_heads {
@@ -97,6 +100,8 @@ pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
                 forward.max[[b, h, i]] = row.max;
                 forward.sum[[b, h, i]] = row.sum;
                 forward.ties[[b, h, i]] = row.ties;
+                vector_mut(&mut forward.statistics, [b, h, i])
+                    .assign(&ArrayView1::from(&row.statistics));
             }
         }
     }

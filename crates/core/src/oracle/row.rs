@@ -28,6 +28,8 @@ pub struct Row {
     pub sum: f64,
     /// Number of keys and sinks whose score is the maximum.
     pub ties: f64,
+    /// max_product, max_score and entropy: see [`crate::Spec::SCORE_STATISTICS`].
+    pub statistics: [f64; 3],
 }
 
 /// One visible pair.
@@ -35,6 +37,10 @@ pub struct Row {
 pub(super) struct Pair {
     /// Key row.
     pub(super) j: usize,
+    /// Column of the bias tensor: the key row or, of a table, the entry.
+    pub(super) bias_column: usize,
+    /// scale·q·k, before bias and soft cap.
+    product: f64,
     /// s_ij.
     pub(super) score: f64,
     /// The argument of the soft cap: x_ij, with the bias if it is added before the cap.
@@ -103,7 +109,7 @@ impl<'p, 'a> Rows<'p, 'a> {
         if !self.visibility.visible(b, h, i, j) {
             return None;
         }
-        let bias = self.bias(b, h, i, j)?;
+        let (bias, bias_column) = self.bias(b, h, i, j)?;
         let dot = vector(q, [b, i, h]).dot(&vector(k, [b, j, spec.dims.kv_head(h)]));
         let product = if spec.logits_dtype == spec.dtype.accumulator() {
             dot
@@ -127,21 +133,26 @@ impl<'p, 'a> Rows<'p, 'a> {
             Some(dropout) if dropped(&spec.dims, dropout, b, h, i, j) => 0.0,
             Some(dropout) => 1.0 / (1.0 - dropout.probability),
         };
-        Some(Pair { j, score: capped + after, uncapped: x + before, soft_cap_slope, keep })
+        let score = capped + after;
+        Some(Pair { j, bias_column, product: x, score, uncapped: x + before, soft_cap_slope, keep })
     }
 
-    /// Returns bias tensor + bias function; `None` if either is −∞, which masks the pair.
-    fn bias(&self, b: usize, h: usize, i: usize, j: usize) -> Option<f64> {
+    /// Returns bias tensor + bias function, and the column of the tensor; `None` if either is −∞,
+    /// which masks the pair.
+    fn bias(&self, b: usize, h: usize, i: usize, j: usize) -> Option<(f64, usize)> {
+        let query = self.visibility.query(b, h, i)?;
+        let key = self.visibility.key(b, j)?;
+        let table = self.problem.spec.bias_table.as_ref();
+        let column = table.map_or(j, |table| table.index(query.position, key.position));
         let tensor = self
             .problem
             .bias
             .as_ref()
-            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
+            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, column])]);
         let function = self.problem.spec.bias_function.as_ref();
-        let query = self.visibility.query(b, h, i)?;
-        let key = self.visibility.key(b, j)?;
         let computed = function.map_or(0.0, |function| function.bias(&query, &key));
-        (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
+        (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY)
+            .then_some((tensor + computed, column))
     }
 }
 
@@ -177,7 +188,25 @@ impl Softmax {
             max: self.max,
             sum: self.sum,
             ties: self.ties,
+            statistics: self.statistics(),
         }
+    }
+
+    /// Computes the largest product, the largest score of a key, and −Σ p·ln p over keys and sinks.
+    fn statistics(&self) -> [f64; 3] {
+        if self.sum.is_nan() {
+            return [f64::NAN; 3];
+        }
+        let largest =
+            |of: fn(&Pair) -> f64| self.pairs.iter().map(of).fold(f64::NEG_INFINITY, f64::max);
+        let scores = self.pairs.iter().map(|pair| pair.score);
+        let entropy: f64 = scores
+            .chain(self.sinks.iter().map(|&(_, sink)| sink))
+            .map(|score| self.unnormalised(score) / self.sum)
+            .filter(|&p| p > 0.0)
+            .map(|p| -p * p.ln())
+            .sum();
+        [largest(|pair| pair.product), largest(|pair| pair.score), entropy]
     }
 }
 

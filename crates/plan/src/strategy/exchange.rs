@@ -77,6 +77,7 @@ impl ExchangeFields {
         let statistics = 2 + usize::from(grid.columns() == 1) + usize::from(!spec.normalize);
         let mut outputs = vec![fields.result(fields.out())];
         outputs.extend([fields.statistic()].repeat(statistics));
+        outputs.extend(spec.statistics.then(|| fields.score_statistics()));
         Self { inputs: fields.inputs(), outputs }
     }
 
@@ -180,6 +181,10 @@ impl Fields<'_> {
     fn statistic(&self) -> HeadField {
         let field = self.field(Side::Q, HeadAxis::Query, 1);
         HeadField { dtype: self.spec.dtype.accumulator(), ..field }
+    }
+
+    fn score_statistics(&self) -> HeadField {
+        HeadField { dim: Spec::SCORE_STATISTICS, ..self.statistic() }
     }
 
     /// A bias tensor with a query axis; without one, every rank has all of it.
