@@ -100,6 +100,8 @@ impl Backend for MockBackend {
             reproducible: false,
             out_residual: true,
             second_derivatives: false,
+            bias_table: false,
+            statistics: false,
         })
     }
 
