@@ -309,6 +309,7 @@ mod tests {
                 spec: spec.into(),
                 layout: layout.clone(),
                 route,
+                given_route: Some(route),
                 order: Order::ascending(2),
                 split: SplitSize { kv_tile: 64, kv_block: 0, whole_tiles: false },
                 backward: true,
