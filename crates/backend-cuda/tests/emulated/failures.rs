@@ -1,7 +1,7 @@
 //! Failures outside the kernels: each gives a one-line error that names it, without a panic.
 
 use std::{
-    ffi::{c_int, c_uint, c_void},
+    ffi::{c_int, c_void},
     ops::ControlFlow,
     sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
@@ -14,10 +14,10 @@ use annulus_core::{
 use annulus_cuda::{
     Cuda, Level, Variant,
     device::{
-        Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, CudaTensor, Device,
-        ImageKind, KernelProgram, Module, PinnedBuffer, Stream, Symbols, TensorMap,
+        Architecture, Compiler, CudaBuffer, CudaSpace, CudaTensor, Device, ImageKind,
+        KernelProgram, Module, PinnedBuffer, Stream, Symbols, TensorMap,
         cudarc::{
-            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule, CUresult},
+            driver::sys::{CUdevice, CUdeviceptr, CUevent, CUmodule, CUresult},
             nvrtc::sys::nvrtcResult,
         },
     },
@@ -47,31 +47,6 @@ fn driver(change: impl FnOnce(&mut Symbols)) -> Symbols {
 
 // Driver functions that fail in one way each.
 
-unsafe extern "C" fn no_device(_: c_uint) -> CUresult {
-    CUresult::CUDA_ERROR_NO_DEVICE
-}
-
-unsafe extern "C" fn mismatch(_: c_uint) -> CUresult {
-    CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
-}
-
-unsafe extern "C" fn none(count: *mut c_int) -> CUresult {
-    // SAFETY: a valid pointer, by the driver function's contract.
-    unsafe { *count = 0 };
-    CUresult::CUDA_SUCCESS
-}
-
-unsafe extern "C" fn old(
-    value: *mut c_int,
-    attribute: CUdevice_attribute,
-    _: CUdevice,
-) -> CUresult {
-    let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    // SAFETY: a valid pointer, by the driver function's contract.
-    unsafe { *value = if major { 7 } else { 5 } };
-    CUresult::CUDA_SUCCESS
-}
-
 unsafe extern "C" fn full(_: *mut CUdeviceptr, _: usize) -> CUresult {
     CUresult::CUDA_ERROR_OUT_OF_MEMORY
 }
@@ -93,73 +68,6 @@ unsafe extern "C" fn worse_and_worse(_: CUevent) -> CUresult {
 
 unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> nvrtcResult {
     nvrtcResult::NVRTC_ERROR_INTERNAL_ERROR
-}
-
-unsafe extern "C" fn newer_only(list: *mut c_int) -> nvrtcResult {
-    // SAFETY: room for one element, by NVRTC's contract, because the count was one.
-    unsafe { *list = 100 };
-    nvrtcResult::NVRTC_SUCCESS
-}
-
-/// Error text of opening a backend with this driver and compiler.
-fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Error>) -> String {
-    let Err(error) = Cuda::with_symbols(driver, || compiler, None, next_device()) else {
-        return "nothing".into();
-    };
-    assert!(matches!(error, Error::Unsupported { .. }) && !error.is_fatal(), "{error}");
-    error.to_string()
-}
-
-#[test]
-fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
-    let good = || Ok(emulator::compiler_symbols());
-    let missing = |what: &str| Error::unsupported("CUDA", format!("this machine: {what}"));
-    let texts = [
-        refusal(Err(missing("no driver (libcuda.so.1 was not found)")), good()),
-        refusal(Ok(driver(|symbols| symbols.init = no_device)), good()),
-        refusal(Ok(driver(|symbols| symbols.init = mismatch)), good()),
-        refusal(Ok(driver(|symbols| symbols.device_attribute = old)), good()),
-        refusal(
-            Ok(emulator::symbols()),
-            Err(missing("no run-time compiler (libnvrtc.so was not found)")),
-        ),
-        refusal(
-            Ok(emulator::symbols()),
-            Ok(CompilerSymbols { architectures: newer_only, ..emulator::compiler_symbols() }),
-        ),
-    ];
-    assert_eq!(
-        texts,
-        [
-            "CUDA is not supported by this machine: no driver (libcuda.so.1 was not found)",
-            "CUDA is not supported by this machine: no GPU",
-            "CUDA is not supported by this machine: the driver does not start \
-             (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
-            "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, \
-             8.0 or newer is needed",
-            "CUDA is not supported by this machine: no run-time compiler (libnvrtc.so was not \
-             found)",
-            "compute capability 8.0 is not supported by NVRTC 0.0",
-        ]
-    );
-    assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), texts[1]);
-    let error = Device::with_symbols(emulator::symbols(), emulator::DEVICES).unwrap_err();
-    assert!(
-        matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"),
-        "{error}"
-    );
-}
-
-#[test]
-fn the_machines_libraries_load_or_their_absence_is_a_one_line_error() {
-    for (error, word) in [
-        (Symbols::system().err(), "no driver"),
-        (CompilerSymbols::system().err(), "no run-time compiler"),
-    ] {
-        let Some(error) = error else { continue };
-        assert!(error.to_string().contains(word) && !error.is_fatal(), "{error}");
-        assert_eq!(error.to_string().lines().count(), 1);
-    }
 }
 
 #[test]

@@ -202,39 +202,6 @@ unsafe extern "C" fn refuse(
     2
 }
 
-/// The last rank cannot create its communicator: it reports the cause, and so do the others at
-/// once.
-pub(crate) fn refused() -> Result<String> {
-    let mpi = Mpi::world(Settings::default())?;
-    let rank = mpi.rank();
-    let last = mpi.ranks() - 1;
-    let device = Device::with_symbols(emulator::symbols(), 0)?;
-    let symbols = if rank == last {
-        NcclSymbols { init_rank: refuse, ..nccl_symbols() }
-    } else {
-        nccl_symbols()
-    };
-    let began = Instant::now();
-    let text = Nccl::with_symbols(mpi, &device, Ok(symbols), FAILURE_DEADLINE)
-        .err()
-        .map(|error| error.to_string())
-        .unwrap_or_default();
-    let took = began.elapsed();
-    let why = "ncclCommInitRankConfig: unhandled system error (status 2)";
-    let right =
-        text.contains(why) && (rank == last || text.starts_with(&format!("rank {last} aborted: ")));
-    if !right || took > FAILURE_DEADLINE / 2 {
-        return Err(wrong(format!(
-            "rank {rank} of a ring of which rank {last} cannot join: {text:?} after {took:?}"
-        )));
-    }
-    Ok(if rank == 0 {
-        format!("nccl between processes: {} ranks, one of which cannot join", last + 1)
-    } else {
-        String::new()
-    })
-}
-
 /// NCCL groups that this process has started, and the group before which it dies.
 static GROUPS: AtomicU64 = AtomicU64::new(0);
 static LAST: AtomicU64 = AtomicU64::new(u64::MAX);
