@@ -1,7 +1,6 @@
 //! Rings of processes: over every transport, each rank's rows are those of one rank alone.
 //!
-//! NCCL between processes: if one rank cannot join or dies, every other rank gets an error before
-//! the deadline.
+//! NCCL between processes: if one rank dies, every other rank gets an error before the deadline.
 
 use std::{
     ffi::c_int,
@@ -187,20 +186,6 @@ pub(crate) fn all() -> Result<String> {
 const FAILURE_DEADLINE: Duration = Duration::from_secs(20);
 /// Deadline of ranks that wait for a silent one.
 const SILENCE: Duration = Duration::from_secs(2);
-
-fn wrong(what: impl ToString) -> Error {
-    Error::internal(what)
-}
-
-unsafe extern "C" fn refuse(
-    _: *mut RawCommunicator,
-    _: c_int,
-    _: UniqueId,
-    _: c_int,
-    _: *mut Config,
-) -> Status {
-    2
-}
 
 /// NCCL groups that this process has started, and the group before which it dies.
 static GROUPS: AtomicU64 = AtomicU64::new(0);
