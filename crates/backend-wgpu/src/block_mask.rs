@@ -460,20 +460,4 @@ mod tests {
         // starts of four ranges, five runs, two masks
         assert_eq!(few.words.len(), 5 + 3 * 5 + 2 * 16);
     }
-
-    #[test]
-    fn lists_grow_with_rows() {
-        for owner in [ListOwner::Queries, ListOwner::Keys] {
-            let [small, large] =
-                [4096, 8192].map(|rows| of_last(rows, rows, owner, ListForm::DEFAULT).words.len());
-            let grows_with_rows = |small: usize, large: usize| 10 * large <= 21 * small;
-            assert!(grows_with_rows(small, large), "{owner:?}: {small} words, then {large}");
-            // two words per pair of visible tiles would exceed the bound
-            let [few, many] = [4096, 8192].map(|rows: usize| (rows / 32).pow(2));
-            assert!(
-                !grows_with_rows(small + few, large + many),
-                "{owner:?}: {small} words, then {large}: too many to tell"
-            );
-        }
-    }
 }

@@ -39,15 +39,15 @@ fn the_numeric_rules_hold_on_the_emulated_device() {
 
 #[test]
 fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
-    // two kinds of ring an element type: all 13 would take the fibers many minutes
-    for (dtype, (ranks, layout)) in [
-        (DType::F64, (4, Layout::Contiguous)),
-        (DType::F32, (3, Layout::Zigzag)),
-        (DType::Bf16, (2, Layout::Contiguous)),
-        (DType::F16, (7, Layout::Striped)),
+    // a ring or one rank an element type: all 13 would take the fibers many minutes
+    for (dtype, setting) in [
+        (DType::F64, Setting::new(4, Layout::Contiguous)),
+        (DType::F32, Setting::ALONE),
+        (DType::F32, Setting::new(3, Layout::Zigzag)),
+        (DType::Bf16, Setting::new(2, Layout::Contiguous)),
+        (DType::F16, Setting::new(3, Layout::Striped)),
     ] {
-        let settings = [Setting::ALONE, Setting::new(ranks, layout)];
-        suite::nonfinite_on(&plain(), Poison::NanAndInfinities, dtype, &settings).unwrap();
+        suite::nonfinite_on(&plain(), Poison::NanAndInfinities, dtype, &[setting]).unwrap();
     }
 }
 
@@ -72,11 +72,9 @@ fn wide_heads_hold_on_the_emulated_device() {
     for (dtype, dim, causal, ragged) in [
         (DType::F32, 128, true, true),
         (DType::F32, 256, false, true),
-        (DType::F64, 128, false, true),
         (DType::F64, 256, true, true),
         (DType::Bf16, 128, true, false),
         (DType::Bf16, 256, true, true),
-        (DType::F16, 128, false, true),
         (DType::F16, 256, true, false),
     ] {
         wide(&plain(), dtype, dim, causal, ragged)

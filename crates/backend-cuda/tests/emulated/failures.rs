@@ -1,7 +1,7 @@
 //! Failures outside the kernels: each gives a one-line error that names it, without a panic.
 
 use std::{
-    ffi::{c_int, c_uint, c_void},
+    ffi::{c_int, c_void},
     ops::ControlFlow,
     sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
@@ -17,7 +17,7 @@ use annulus_cuda::{
         Api, Architecture, Compiler, CompilerStatus, CompilerSymbols, CudaBuffer, CudaSpace,
         CudaTensor, Device, ImageKind, KernelProgram, Module, PinnedBuffer, Status, Stream,
         Symbols, TensorMap,
-        cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule},
+        cudarc::driver::sys::{CUdevice, CUdeviceptr, CUevent, CUmodule},
     },
 };
 use annulus_cuda_emulator as emulator;
@@ -44,27 +44,6 @@ fn driver(change: impl FnOnce(&mut Symbols)) -> Symbols {
 }
 
 // Driver functions that fail in one way each.
-
-unsafe extern "C" fn no_device(_: c_uint) -> Status {
-    Status::NO_DEVICE
-}
-
-unsafe extern "C" fn mismatch(_: c_uint) -> Status {
-    Status::SYSTEM_DRIVER_MISMATCH
-}
-
-unsafe extern "C" fn none(count: *mut c_int) -> Status {
-    // SAFETY: a valid pointer, by the driver function's contract.
-    unsafe { *count = 0 };
-    Status::SUCCESS
-}
-
-unsafe extern "C" fn old(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> Status {
-    let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    // SAFETY: a valid pointer, by the driver function's contract.
-    unsafe { *value = if major { 7 } else { 5 } };
-    Status::SUCCESS
-}
 
 unsafe extern "C" fn full(_: *mut CUdeviceptr, _: usize) -> Status {
     Status::OUT_OF_MEMORY

@@ -5,7 +5,6 @@
 //!
 //! ```text
 //! mpi                       rings, forward and backward
-//! mpi refused               the last rank's communicator cannot be created
 //! mpi lost joining          rank 1 is killed while communicators are created: the others report it
 //! mpi lost forward|backward rank 1 is killed in the middle of a pass: the others report it
 //! ```
@@ -20,12 +19,11 @@ fn run(arguments: &[&str]) -> Result<String> {
     let launch = Launch::begin()?;
     match arguments {
         [] => rings::all(),
-        ["refused"] => rings::refused(),
         ["lost", moment] => rings::lost(launch, moment),
         other => Err(Error::invalid(
             "arguments",
             other.join(" "),
-            "none, refused, or lost joining|forward|backward",
+            "none, or lost joining|forward|backward",
         )),
     }
 }

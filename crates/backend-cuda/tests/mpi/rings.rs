@@ -1,7 +1,6 @@
 //! Rings of processes: over every transport, each rank's rows are those of one rank alone.
 //!
-//! NCCL between processes: if one rank cannot join or dies, every other rank gets an error before
-//! the deadline.
+//! NCCL between processes: if one rank dies, every other rank gets an error before the deadline.
 
 use std::{
     ffi::c_int,
@@ -187,53 +186,6 @@ pub(crate) fn all() -> Result<String> {
 const FAILURE_DEADLINE: Duration = Duration::from_secs(20);
 /// Deadline of ranks that wait for a silent one.
 const SILENCE: Duration = Duration::from_secs(2);
-
-fn wrong(what: impl ToString) -> Error {
-    Error::internal(what)
-}
-
-unsafe extern "C" fn refuse(
-    _: *mut RawCommunicator,
-    _: c_int,
-    _: UniqueId,
-    _: c_int,
-    _: *mut Config,
-) -> Status {
-    2
-}
-
-/// The last rank cannot create its communicator: it reports the cause, and so do the others at
-/// once.
-pub(crate) fn refused() -> Result<String> {
-    let mpi = Mpi::world(Settings::default())?;
-    let rank = mpi.rank();
-    let last = mpi.ranks() - 1;
-    let device = Device::with_symbols(emulator::symbols(), 0)?;
-    let symbols = if rank == last {
-        NcclSymbols { init_rank: refuse, ..nccl_symbols() }
-    } else {
-        nccl_symbols()
-    };
-    let began = Instant::now();
-    let text = Nccl::with_symbols(mpi, &device, Ok(symbols), FAILURE_DEADLINE)
-        .err()
-        .map(|error| error.to_string())
-        .unwrap_or_default();
-    let took = began.elapsed();
-    let why = "ncclCommInitRankConfig: unhandled system error (status 2)";
-    let right =
-        text.contains(why) && (rank == last || text.starts_with(&format!("rank {last} aborted: ")));
-    if !right || took > FAILURE_DEADLINE / 2 {
-        return Err(wrong(format!(
-            "rank {rank} of a ring of which rank {last} cannot join: {text:?} after {took:?}"
-        )));
-    }
-    Ok(if rank == 0 {
-        format!("nccl between processes: {} ranks, one of which cannot join", last + 1)
-    } else {
-        String::new()
-    })
-}
 
 /// NCCL groups that this process has started, and the group before which it dies.
 static GROUPS: AtomicU64 = AtomicU64::new(0);

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use annulus::{
     Attention, Cache, CacheShape, Dims, Error, Layout, LocalCache, Runtime, SinkShape, Spec,
-    backend::{AnyBackend, BackendName},
     comm::threads::{Threads, each_rank, ring},
 };
 use annulus_conformance::{
@@ -18,7 +17,6 @@ use annulus_conformance::{
 };
 use annulus_core::{Alibi, DType, Dropout, OnHost, Result};
 use annulus_wgpu::{Gpu, Level, Options, Wgpu};
-use ndarray::{Array4, s};
 
 use crate::{adapter, answer, gpu, gpu_at, open};
 
@@ -147,31 +145,6 @@ fn the_kv_cache_of_elements_of_two_bytes_holds_on_wgpu() {
 }
 
 #[test]
-fn refused_tokens_are_overwritten_on_wgpu() {
-    let Some(gpu) = gpu() else { return };
-    let attention = Attention::new().causal(true);
-    let all = Sequence::<f32>::new(CACHED.dims, None);
-    let other = numbers::<f32>(9, [2, 7, 2, 8]);
-    let outs = each_rank(ring(2), |_, transport| {
-        let mut cache = cache(&gpu, &attention, transport)?;
-        all.step(&mut cache, 0..53)?;
-        // a speculation, which has been computed when it is refused
-        cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
-        let refused = cache.attend(all.q.slice(s![.., ..7, .., ..]), None)?;
-        cache.truncate(53)?;
-        Ok([refused.out, all.step(&mut cache, 53..61)?.out])
-    });
-    let want = each_rank(ring(2), |_, transport| {
-        let mut cache = cache(&gpu, &attention, transport)?;
-        all.step(&mut cache, 0..53)?;
-        Ok(all.step(&mut cache, 53..61)?.out)
-    });
-    for [_, out] in outs.unwrap() {
-        assert_eq!(out, want.as_ref().unwrap()[0]);
-    }
-}
-
-#[test]
 fn ranks_on_the_cpu_and_on_wgpu_share_a_kv_cache() {
     let Some(gpu) = gpu() else { return };
     let attention = Attention::new().causal(true);
@@ -252,22 +225,4 @@ fn what_a_kv_cache_on_wgpu_does_not_have_is_refused() {
     refused(Attention::new().reproducible(true), shape, "reproducible");
     refused(Attention::new().dtype(DType::F64), shape, "f64");
     refused(Attention::new(), CacheShape::new(1, 2, 257), "257");
-}
-
-#[test]
-fn a_kv_cache_is_made_on_a_backend_that_is_named() {
-    if gpu().is_none() {
-        return;
-    }
-    let x = numbers::<f32>(1, [1, 9, 2, 8]);
-    let attend = |name| -> Array4<f32> {
-        let runtime = Runtime::new().backend(AnyBackend::open(name, None, 0).unwrap());
-        let attention = Attention::new().causal(true);
-        let shape = CacheShape::new(1, 2, 8);
-        let mut cache = LocalCache::new(&attention, &runtime, shape, 2).unwrap();
-        cache.append(x.view(), x.view()).unwrap();
-        cache.attend(x.view(), None).unwrap().out
-    };
-    let (got, want) = (attend(BackendName::Wgpu), attend(BackendName::Cpu));
-    assert!(worst(got.iter().zip(&want).map(|(&got, &want)| (got.into(), want.into()))) < 2e-6);
 }

@@ -228,25 +228,6 @@ fn the_cpu_and_wgpu_share_a_ring() {
 }
 
 #[test]
-fn every_level_holds() {
-    let Some(adapter) = adapter() else { return };
-    // all other tests cover the chosen one
-    for &level in
-        adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen)
-    {
-        let Some(gpu) = gpu_at(level) else { return };
-        let ring = WgpuRing::new(gpu.clone()).only(F32);
-        suite::random_cases(&ring, 0..24).unwrap();
-        suite::matrix(&ring, Scale::OneIn(37)).unwrap();
-        suite::sizes(&ring, Scale::OneIn(3)).unwrap();
-        suite::numeric_rules_on(&ring, DType::F32, &Setting::new(3, annulus::Layout::Contiguous))
-            .unwrap();
-        suite::same_bits_over_repeats(&ring, 2).unwrap();
-        suite::random_cases(&WgpuRing::new(gpu).only(F16), 100..104).unwrap();
-    }
-}
-
-#[test]
 fn the_level_is_the_chosen_one_unless_another_is_forced() {
     let Some(adapter) = adapter() else { return };
     assert!(adapter.levels.contains(&adapter.chosen) && adapter.levels[0] == Level::Plain);

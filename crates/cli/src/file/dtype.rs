@@ -95,20 +95,6 @@ pub(crate) fn integers(from: Dtype, bytes: &[u8], into: &mut Vec<i64>) -> bool {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_length_of_zero_does_not_hide_overflow() {
-        let bytes = |shape: &[usize]| bytes(Dtype::F32, shape);
-        assert_eq!(bytes(&[2, 3]), Some(24));
-        assert_eq!(bytes(&[1 << 40, 0, 2, 4]), Some(0));
-        for zero in 0..3 {
-            let mut shape = [1 << 62, 1 << 62, 1 << 62];
-            shape[zero] = 0;
-            assert_eq!(bytes(&shape), None);
-        }
-        assert_eq!(bytes(&[1 << 59]), None);
-        assert_eq!(bytes(&[(1 << 59) - 1]), Some((1 << 61) - 4));
-    }
-
     /// Checks values just above a tie, which a second rounding would round down.
     #[test]
     fn wider_floats_are_rounded_once() {

@@ -175,36 +175,3 @@ fn for_each_range<E>(
     }
     visit(start, held)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use annulus_core::Run;
-
-    #[test]
-    fn adjacent_ranges_are_merged_and_lines_without_elements_not_iterated_over() {
-        let of = |shape: &[usize], axis, runs: &[[i64; 3]]| {
-            let mut rows = Runs::new();
-            for &[start, step, count] in runs {
-                rows.push_run(Run { start, step, count: count.cast_unsigned() });
-            }
-            let mut found = Vec::new();
-            for_each_range(shape, axis, &rows, |first, count| {
-                found.push((first, count));
-                Ok::<(), ()>(())
-            })
-            .unwrap();
-            found
-        };
-        assert_eq!(of(&[2, 5, 3], 1, &[[0, 1, 5]]), [(0, 30)]);
-        assert_eq!(of(&[2, 5, 3], 1, &[[1, 1, 2]]), [(3, 6), (18, 6)]);
-        assert_eq!(
-            of(&[2, 5], 1, &[[4, 1, 1], [0, 2, 2]]),
-            [(4, 1), (0, 1), (2, 1), (9, 1), (5, 1), (7, 1)]
-        );
-        assert_eq!(of(&[6], 0, &[[5, -2, 3]]), [(5, 1), (3, 1), (1, 1)]);
-        assert_eq!(of(&[2, 5], 1, &[]), []);
-        assert_eq!(of(&[1 << 40, 5, 0], 1, &[[0, 1, 5]]), []);
-        assert_eq!(of(&[0, 5], 1, &[[0, 1, 5]]), []);
-    }
-}

@@ -159,20 +159,6 @@ fn the_receiver_of_a_damaged_message_names_its_sender() {
 }
 
 #[test]
-fn a_message_that_arrives_twice_is_an_error_or_nothing() {
-    for send in SENDS {
-        for fate in run(Injection::Duplicate { send }) {
-            let documented = match &fate.error {
-                None | Some(Error::Aborted { .. } | Error::PeerLost { .. }) => true,
-                Some(Error::Comm { what, .. }) => what.contains("duplicate"),
-                Some(_) => false,
-            };
-            assert!(documented, "send {send}: {fate:?}");
-        }
-    }
-}
-
-#[test]
 fn a_rank_that_dies_is_lost_to_the_others() {
     at_once(0..3, |step| {
         assert_all_fail(Injection::Die { step }, |rank, error| {

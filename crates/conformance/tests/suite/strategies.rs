@@ -98,16 +98,6 @@ fn what_a_name_does_not_fit_is_refused_with_the_plan() {
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert_eq!(error.to_string(), want);
     };
-    refused(
-        Strategy::AllToAll,
-        3,
-        "strategy: got heads in groups of 3 ranks, want groups whose size divides the 8 query heads",
-    );
-    refused(
-        Strategy::OncePerNode { node_ranks: 2 },
-        3,
-        "strategy: got once-per-node:2, want nodes of a divisor of 3 ranks",
-    );
     // threads are on one node
     refused(
         Strategy::OncePerNode { node_ranks: 0 },

@@ -56,28 +56,6 @@ proptest! {
     }
 }
 
-#[test]
-fn needs_match_all_pairs_in_every_layout_with_few_rows_and_many_ranks() {
-    for mask in Sample::ALL {
-        for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
-            for (len, ranks) in [(0, 1), (0, 3), (1, 4), (3, 7), (17, 3), (40, 9), (31, 33)] {
-                assert_exact(&Problem {
-                    mask: Arc::new(mask),
-                    heads: 2,
-                    batch: 2,
-                    shards: plain(len, &layout, ranks),
-                });
-                assert_exact(&Problem {
-                    mask: Arc::new(mask),
-                    heads: 2,
-                    batch: 1,
-                    shards: packed(len, 5, len / 4, &layout, ranks),
-                });
-            }
-        }
-    }
-}
-
 /// A causal mask that counts its evaluations.
 #[derive(Debug, Default)]
 struct Counting(AtomicUsize);

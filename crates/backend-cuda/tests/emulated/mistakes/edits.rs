@@ -98,19 +98,15 @@ fn chosen(original: &str, choices: &[Choice<'_>]) -> String {
 }
 
 mod tests {
-    use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
-
-    use annulus_conformance::{Setting, Subject};
+    use std::{collections::BTreeSet, fs, path::PathBuf};
 
     use super::{
         super::{FAILED, GENERAL, Of, WARPGROUP},
         *,
     };
-    use crate::{common::staged, decode, support::emulated};
 
     const K: &str = "k";
     const OTHER: &str = "other";
-    const TILE: &str = "tile.cuh";
 
     fn files() -> BTreeMap<String, String> {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels");
@@ -151,34 +147,5 @@ mod tests {
                     { if (planted(3)) { f(4); } else { f(3); } }\n";
         assert_eq!(apply(all.iter(), "k", text).unwrap(), want);
         assert_eq!(apply(all.iter(), "third", text).unwrap(), text);
-    }
-
-    #[test]
-    fn edits_that_are_stale_or_overlap_are_errors_that_name_file_and_text() {
-        let stale =
-            |all: &[Mistake]| apply(all.iter(), "k", "f(1); f(1); g(2);").unwrap_err().to_string();
-        let absent = stale(mistakes! { Stages: "absent", FAILED => K: "h(3);" => ""; });
-        assert!(absent.contains("k: h(3);") && absent.contains("not 0 times"), "{absent}");
-        let twice = stale(mistakes! { Stages: "twice", FAILED => K: "f(«1»);" => "2"; });
-        assert!(twice.contains("k: f(1);") && twice.contains("not 2 times"), "{twice}");
-        let nested = stale(mistakes! {
-            Stages: "nested", FAILED => K: "g(2);" => "", K: "g(«2»)" => "3";
-        });
-        assert!(nested.contains("k: 2") && nested.contains("overlaps"), "{nested}");
-        let longer = stale(mistakes! {
-            Stages: "longer", FAILED => K: "g(2);" => "", K: "«g(2)»;" => "3";
-        });
-        assert!(longer.contains("k: «g(2)»;") && longer.contains("overlaps"), "{longer}");
-    }
-
-    #[test]
-    fn a_pass_whose_kernels_have_a_stale_edit_fails_with_file_and_text() {
-        static STALE: &[Mistake] =
-            mistakes! { Stages: "stale", FAILED => TILE: "no such text;" => ""; };
-        let subject = staged("one emulated gpu", Duration::ZERO, || {
-            Ok(emulated()?.edited(|file, text| apply(STALE.iter(), file, text)))
-        });
-        let stale = subject.run(&decode::bare(), &Setting::ALONE, 1).map(drop).unwrap_err();
-        assert!(stale.to_string().contains("tile.cuh: no such text;"), "{stale}");
     }
 }

@@ -9,12 +9,11 @@ use annulus_comm::{
 use annulus_conformance::device::patterns::{groups, play};
 use annulus_core::{
     AgreedLengths, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing,
-    Result, Transport, index,
+    Result, Transport,
 };
 
 use crate::harness::{Harness, Verdict, ensure};
 
-const CHANNELS: [Channel; 3] = [Channel::Kv, Channel::PartialGrad, Channel::FinalGrad];
 /// Longest wait of one `progress`; short, so that errors and limits are checked often.
 const GLANCE: Duration = Duration::from_millis(20);
 /// Longest time of any check: longer means that it hangs.

@@ -13,12 +13,9 @@ use annulus::{
     Precision, Route, Runtime, SinkShape, Strategy, Tensors, backend::Cpu, bias::Alibi,
     mask::DenseMask,
 };
-use annulus_comm::{
-    Descriptor, WIRE_VERSION, agree,
-    mpi::{Mpi, Settings},
-};
+use annulus_comm::mpi::{Mpi, Settings};
 use annulus_conformance::{Crossings, Placed};
-use annulus_core::{Control, Error, Host, Placement, Result, Transport, index};
+use annulus_core::{Error, Placement, Result, index};
 use annulus_cpu::Isa;
 use ndarray::Array2;
 

@@ -79,19 +79,10 @@ fn auto(mask: Arc<dyn Mask>, len: usize, ranks: usize) -> (&'static str, Route) 
 }
 
 #[test]
-fn layout_and_route_follow_from_the_mask() {
-    let [full, causal, window, symmetric, _] = masks(32).map(|(_, mask)| mask);
-    for ranks in [3, 4, 7, 8, 16] {
-        let len = ranks * 64;
-        assert_eq!(auto(causal.clone(), len, ranks), ("zigzag", Route::RelayDown), "{ranks}");
-        assert_eq!(auto(full.clone(), len, ranks), ("contiguous", Route::RelayUp), "{ranks}");
-        assert_eq!(auto(window.clone(), len, ranks), ("contiguous", Route::RelayUp), "{ranks}");
-        assert_eq!(auto(symmetric.clone(), len, ranks), ("contiguous", Route::Direct), "{ranks}");
-    }
+fn equal_choices_give_the_first_route_and_then_the_first_layout() {
+    let [full, causal, ..] = masks(32).map(|(_, mask)| mask);
     // on two ranks both relays send the same rows
     assert_eq!(auto(causal, 128, 2), ("zigzag", Route::RelayUp));
-    // ties: the first route, then the first layout
-    assert_eq!(auto(full.clone(), 128, 2), ("contiguous", Route::RelayUp));
     assert_eq!(auto(full.clone(), 128, 1), ("contiguous", Route::RelayUp));
     assert_eq!(auto(full, 0, 4), ("contiguous", Route::RelayUp));
 }

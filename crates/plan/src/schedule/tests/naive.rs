@@ -1,13 +1,13 @@
 //! The steps that a rank derives, compared with a derivation that knows only pairs of rows: every
 //! visible pair is enumerated, and each row of an owner follows its route by itself.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use super::{LAYOUTS, masks, samples, some_routes};
+use super::{samples, some_routes};
 use crate::{Group, Message, NeedsIndex, RankSchedule, RingTraffic, Route, Schedule, Step};
-use annulus_core::{Channel, Mask, RowSet, mask};
+use annulus_core::{Channel, RowSet};
 
 /// (user, owner, local row of the owner) of every pair of a row and a rank that needs it.
 struct NaiveNeeds {
@@ -165,23 +165,6 @@ proptest! {
     #[test]
     fn plans_of_few_ranks_are_those_of_all_pairs_on_every_route(problem in samples::problems()) {
         compare_problem(&problem, |_| true);
-    }
-}
-
-#[test]
-fn plans_of_common_masks_are_those_of_all_pairs() {
-    for (ranks, layout) in [1, 2, 3, 8, 17, 64].into_iter().flat_map(|n| LAYOUTS.map(|of| (n, of)))
-    {
-        let problem = |mask, shards| samples::Problem { mask, heads: 1, batch: 1, shards };
-        let causal = || Arc::new(mask::Causal::default()) as Arc<dyn Mask>;
-        let len = 2 * ranks + 3;
-        let packed = problem(causal(), samples::packed(len, 5, 2, &layout, ranks));
-        let few = problem(causal(), samples::plain(ranks / 2, &layout, ranks));
-        let plain = |(_, mask)| problem(mask, samples::plain(len, &layout, ranks));
-        for (number, problem) in masks(2).into_iter().map(plain).chain([packed, few]).enumerate() {
-            // of many ranks some routes, to save time
-            compare_problem(&problem, |route| ranks < 64 || route % 7 == number);
-        }
     }
 }
 
