@@ -43,14 +43,15 @@ fn neighbourhoods_match_the_oracle_on_rings() {
     .enumerate()
     {
         for dtype in dtypes {
-            // all types for small grids, one for the largest
+            // all types and ranks for small grids, some for the largest
             if index == 3 && dtype != DType::F32 {
                 continue;
             }
             let two_pass = case(text, dtype, |spec| spec.backward = BackwardMode::TwoPass);
             let case = case(text, dtype, |_| ());
             let judge = Judge::new(&case).unwrap();
-            for ranks in [1, 2, 3, 5, 8] {
+            let all = [1, 2, 3, 5, 8];
+            for &ranks in if index == 3 { &all[2..4] } else { &all } {
                 let boxes = Layout::boxes(&shape(&mask(text)), ranks).unwrap();
                 for layout in [Layout::Contiguous, boxes] {
                     let case = if ranks == 3 { &two_pass } else { &case };
