@@ -249,7 +249,10 @@ pub struct ListedKeys<'a> {
 impl<'a> ListedKeys<'a> {
     /// Returns the group of a query head.
     pub const fn group(&self, head: usize) -> usize {
-        if self.q_heads == 0 { 0 } else { head * self.lists.groups / self.q_heads }
+        match (head * self.lists.groups).checked_div(self.q_heads) {
+            Some(group) => group,
+            None => 0,
+        }
     }
 
     /// Returns the listed keys of one query, ascending row numbers of the whole sequence.

@@ -124,6 +124,10 @@ pub(crate) const KEEP: usize = 0;
 pub(crate) const BIAS: usize = 1;
 pub(crate) const STATISTICS: usize = 2;
 
+/// Rows, sums, the scratch of a kernel, and lists of numbers a pair.
+type SplitScratch<'a, A> =
+    ([&'a mut [A]; 2], [&'a mut [A]; 2], RowScratch<'a, A>, [&'a mut [A]; 6]);
+
 impl<A: Real> GatherScratch<A> {
     /// Allocates the scratch, unless it is.
     pub(crate) fn allocate(&mut self, geometry: &Geometry) -> Result<()> {
@@ -144,10 +148,8 @@ impl<A: Real> GatherScratch<A> {
         Ok(())
     }
 
-    /// Divides the scratch: rows, sums, that of a kernel, and lists of numbers a pair.
-    pub(crate) fn split(
-        &mut self,
-    ) -> ([&mut [A]; 2], [&mut [A]; 2], RowScratch<'_, A>, [&mut [A]; 6]) {
+    /// Divides the scratch.
+    pub(crate) fn split(&mut self) -> SplitScratch<'_, A> {
         let Self { own, sums, block, parts } = self;
         let [s, dp, slope, keep, bias, max, inverse_sum, delta, dbias] =
             parts.each_mut().map(|list| &mut **list);
