@@ -14,9 +14,8 @@ use annulus_core::{
 use annulus_cuda::{
     Cuda, Level, Variant,
     device::{
-        Api, Architecture, Compiler, CompilerStatus, CompilerSymbols, CudaBuffer, CudaSpace,
-        CudaTensor, Device, ImageKind, KernelProgram, Module, PinnedBuffer, Status, Stream,
-        Symbols, TensorMap,
+        Architecture, Compiler, CompilerStatus, CudaBuffer, CudaSpace, CudaTensor, Device,
+        ImageKind, KernelProgram, Module, PinnedBuffer, Status, Stream, Symbols, TensorMap,
         cudarc::driver::sys::{CUdevice, CUdeviceptr, CUevent, CUmodule},
     },
 };
@@ -66,75 +65,6 @@ unsafe extern "C" fn worse_and_worse(_: CUevent) -> Status {
 
 unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> CompilerStatus {
     CompilerStatus::INTERNAL_ERROR
-}
-
-unsafe extern "C" fn newer_only(list: *mut c_int) -> CompilerStatus {
-    // SAFETY: room for one element, by NVRTC's contract, because the count was one.
-    unsafe { *list = 100 };
-    CompilerStatus::SUCCESS
-}
-
-/// Error text of opening a backend with this driver and compiler.
-fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Error>) -> String {
-    let Err(error) = Cuda::with_symbols(driver, || compiler, None, next_device()) else {
-        return "nothing".into();
-    };
-    assert!(matches!(error, Error::Unsupported { .. }) && !error.is_fatal(), "{error}");
-    error.to_string()
-}
-
-#[test]
-fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
-    let good = || Ok(emulator::compiler_symbols());
-    let missing = |what: &str| Error::unsupported("CUDA", format!("this machine: {what}"));
-    let texts = [
-        refusal(Err(missing("no driver (libcuda.so.1 was not found)")), good()),
-        refusal(Ok(driver(|symbols| symbols.init = no_device)), good()),
-        refusal(Ok(driver(|symbols| symbols.init = mismatch)), good()),
-        refusal(Ok(driver(|symbols| symbols.device_attribute = old)), good()),
-        refusal(
-            Ok(emulator::symbols()),
-            Err(missing("no run-time compiler (libnvrtc.so was not found)")),
-        ),
-        refusal(
-            Ok(emulator::symbols()),
-            Ok(CompilerSymbols { architectures: newer_only, ..emulator::compiler_symbols() }),
-        ),
-    ];
-    assert_eq!(
-        texts,
-        [
-            "CUDA is not supported by this machine: no driver (libcuda.so.1 was not found)",
-            "CUDA is not supported by this machine: no GPU",
-            "CUDA is not supported by this machine: the driver does not start \
-             (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
-            "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, \
-             8.0 or newer is needed",
-            "CUDA is not supported by this machine: no run-time compiler (libnvrtc.so was not \
-             found)",
-            "compute capability 8.0 is not supported by NVRTC 0.0",
-        ]
-    );
-    assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), texts[1]);
-    let error = Device::with_symbols(emulator::symbols(), emulator::DEVICES).unwrap_err();
-    assert!(
-        matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"),
-        "{error}"
-    );
-}
-
-#[test]
-fn the_machines_libraries_load_or_their_absence_is_a_one_line_error() {
-    for (error, word) in [Api::Cuda, Api::Hip].into_iter().flat_map(|api| {
-        [
-            (Symbols::system(api).err(), "no driver"),
-            (CompilerSymbols::system(api).err(), "no run-time compiler"),
-        ]
-    }) {
-        let Some(error) = error else { continue };
-        assert!(error.to_string().contains(word) && !error.is_fatal(), "{error}");
-        assert_eq!(error.to_string().lines().count(), 1);
-    }
 }
 
 #[test]
