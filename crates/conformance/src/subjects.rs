@@ -19,7 +19,7 @@ use annulus_cpu::{Cpu, Isa};
 
 use crate::{
     Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject, TensorMemory,
-    device::{Device, Fault, MockBackend, MockSpace, device_ring},
+    device::{Device, Fault, MockBackend, MockSpace, Pairwise, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
@@ -62,6 +62,14 @@ pub fn over_threads<M: TensorMemory, B: Backend<Space = M::Space>>(
 /// delayed by up to `delay`.
 pub fn mock_staged(delay: Duration) -> impl Subject {
     over_threads("mock over staged threads", move |rank, end| mock_rank(rank, end, delay))
+}
+
+/// The smallest complete backend over a ring of threads.
+pub fn pairwise() -> impl Subject {
+    over_threads("pairwise over threads", |_, endpoint| {
+        let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
+        Ok(RankSetup { memory: HostMemory, backend: Pairwise, transport })
+    })
 }
 
 /// The CPU over a ring of threads.

@@ -1,4 +1,5 @@
-//! A mock device whose memory is inaccessible to the host, and whose work is asynchronous. And for
+//! The smallest complete backend, [`Pairwise`] (`pairwise.rs`, `kernel.rs`), and a mock device that
+//! computes with it: its memory is inaccessible to the host, and its work is asynchronous. And for
 //! tests of transports faults of messages (`fault.rs`) and random patterns (`patterns.rs`).
 //!
 //! It proves that no code between the backend and transport traits assumes host memory, or that
@@ -9,7 +10,7 @@
 //!   event is a number in that order. Reading or writing a buffer from outside before its last
 //!   event has passed is an error and never gives stale bytes;
 //! * **tensors** (`tensor.rs`): the views of a pass are tags: a handle, a type and a shape;
-//! * **backend** (`backend.rs`): every call queues work, whose arithmetic is `kernel.rs`;
+//! * **backend** (`backend.rs`): every call queues work of [`Pairwise`]'s arithmetic;
 //! * **transport** (`transport.rs`): copies from one device to another, and those of
 //!   [`annulus_comm::Staged`] through host memory.
 
@@ -17,6 +18,7 @@ mod backend;
 mod fault;
 mod kernel;
 mod memory;
+mod pairwise;
 pub mod patterns;
 mod tensor;
 mod transport;
@@ -24,5 +26,6 @@ mod transport;
 pub use backend::{MockBackend, MockPass, MockWorkspace};
 pub use fault::{Fault, Injection};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
+pub use pairwise::{Pairwise, PairwisePass, PairwiseWorkspace};
 pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};
 pub use transport::{DeviceTransport, Download, Upload, device_ring};

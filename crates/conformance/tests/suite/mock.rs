@@ -10,7 +10,7 @@ use annulus_comm::{Checksum, Staged};
 use annulus_conformance::{
     Case, FacadeOn, RankSetup, RingSubject, Setting, Subject,
     device::{Device, DeviceTransport, MockBackend, MockSpace, device_ring},
-    subjects::{mock, mock_staged},
+    subjects::{mock, mock_staged, pairwise},
     suite::{self, Poison, Scale},
 };
 use annulus_core::{DType, HostViews, OnHost, Result};
@@ -24,6 +24,13 @@ fn random_cases_hold_on_the_mock_device() {
 #[test]
 fn a_sample_of_the_matrix_holds_on_the_mock_device() {
     suite::matrix(&mock(), Scale::OneIn(5)).unwrap();
+}
+
+#[test]
+fn a_sample_holds_on_the_smallest_backend() {
+    suite::random_cases(&pairwise(), 2000..2020).unwrap();
+    suite::matrix(&pairwise(), Scale::OneIn(59)).unwrap();
+    suite::independent_rows(&pairwise()).unwrap();
 }
 
 #[test]
