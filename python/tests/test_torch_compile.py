@@ -307,11 +307,3 @@ def test_a_plan_that_failed_is_not_used_again() -> None:
     raises.append(False)
     got = annulus.torch.flash_attention(q, k, v, mask_builder=mask)
     assert torch.allclose(got, annulus.torch.flash_attention(q, k, v, causal=True), atol=1e-14)
-
-
-def test_there_is_no_double_backward() -> None:
-    q, k, v = qkv(grad=True)
-    out = annulus.torch.flash_attention(q, k, v)
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dq.sum(), k)

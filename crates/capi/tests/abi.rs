@@ -202,7 +202,7 @@ fn config() -> Config {
 fn generate() -> String {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut builder = Builder::new().with_config(config());
-    for source in SOURCES.into_iter().chain(["passes.rs", "cache.rs"]) {
+    for source in SOURCES.into_iter().chain(["passes.rs", "second_derivatives.rs", "cache.rs"]) {
         builder = builder.with_src(sources.join(source));
     }
     let mut header = Vec::new();
