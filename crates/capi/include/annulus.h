@@ -343,6 +343,11 @@
 #define ANNULUS_BACKEND_CUDA 2
 
 /**
+ * AMD GPUs.
+ */
+#define ANNULUS_BACKEND_HIP 3
+
+/**
  * The forward pass.
  */
 #define ANNULUS_PASS_FORWARD 0
@@ -611,8 +616,8 @@ typedef struct annulus_options {
    */
   int64_t page_rows;
   /**
-   * What computes: ANNULUS_BACKEND_CPU (default), WGPU or CUDA. Tensors are in host memory on
-   * each, unless annulus_attention_set_cuda_stream is called. The plans share the GPU.
+   * What computes: ANNULUS_BACKEND_CPU (default), WGPU, CUDA or HIP. Tensors are in host memory
+   * on each, unless annulus_attention_set_cuda_stream is called. The plans share the GPU.
    * annulus_attention_create refuses a backend that the library (annulus_features) or the
    * machine does not have.
    */
@@ -634,6 +639,12 @@ typedef struct annulus_options {
    * Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
    */
   int64_t receive_ahead;
+  /**
+   * Flag: the plan also has a JVP and a double backward: derivatives of the outputs along a
+   * direction, and gradients of gradients. On the CPU, with the strategy `ring`; not with
+   * `reproducible`, nor of an output that is not normalised. Default: 0.
+   */
+  int32_t second_derivatives;
   /**
    * Flag: every forward pass writes statistics of the scores too, by row, and by head over all
    * ranks: the largest scale * q * k, the largest score, the entropy of the probabilities.
@@ -977,6 +988,162 @@ typedef struct annulus_backward_args {
    */
   const struct annulus_tensor *out_residual;
 } annulus_backward_args;
+
+/**
+ * The tensors of a JVP. Lengths and types: as of annulus_forward_args.
+ *
+ * annulus_forward_args: crate::annulus_forward_args
+ */
+typedef struct annulus_jvp_args {
+  /**
+   * sizeof(annulus_jvp_args).
+   */
+  uint64_t struct_size;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *q;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *k;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *v;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *bias;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *softmax_aux;
+  /**
+   * Input as q: tangent of q.
+   */
+  const struct annulus_tensor *q_tangent;
+  /**
+   * Input as k: tangent of k.
+   */
+  const struct annulus_tensor *k_tangent;
+  /**
+   * Input as v: tangent of v.
+   */
+  const struct annulus_tensor *v_tangent;
+  /**
+   * Input as bias: tangent of bias. NULL: 0.
+   */
+  const struct annulus_tensor *bias_tangent;
+  /**
+   * Input as softmax_aux: tangent of softmax_aux. NULL: 0.
+   */
+  const struct annulus_tensor *softmax_aux_tangent;
+  /**
+   * Output, as in the forward pass. NULL if it is not wanted.
+   */
+  const struct annulus_tensor *out;
+  /**
+   * Output, as in the forward pass. NULL if it is not wanted.
+   */
+  const struct annulus_tensor *lse;
+  /**
+   * Output as out: tangent of out.
+   */
+  const struct annulus_tensor *out_tangent;
+  /**
+   * Output as lse: tangent of lse; 0 for a query without a visible key and without sinks.
+   */
+  const struct annulus_tensor *lse_tangent;
+} annulus_jvp_args;
+
+/**
+ * The tensors of a double backward. Lengths and types: as of annulus_forward_args.
+ *
+ * annulus_forward_args: crate::annulus_forward_args
+ */
+typedef struct annulus_double_backward_args {
+  /**
+   * sizeof(annulus_double_backward_args).
+   */
+  uint64_t struct_size;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *q;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *k;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *v;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *bias;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *softmax_aux;
+  /**
+   * Input, as in the backward pass.
+   */
+  const struct annulus_tensor *dout;
+  /**
+   * Input, as in the backward pass. NULL: 0.
+   */
+  const struct annulus_tensor *dlse;
+  /**
+   * Input as q: cotangent of the dq of the backward pass.
+   */
+  const struct annulus_tensor *q_cotangent;
+  /**
+   * Input as k: cotangent of its dk.
+   */
+  const struct annulus_tensor *k_cotangent;
+  /**
+   * Input as v: cotangent of its dv.
+   */
+  const struct annulus_tensor *v_cotangent;
+  /**
+   * Input as bias: cotangent of its dbias. NULL: 0.
+   */
+  const struct annulus_tensor *bias_cotangent;
+  /**
+   * Input as softmax_aux: cotangent of its dsoftmax_aux. NULL: 0.
+   */
+  const struct annulus_tensor *softmax_aux_cotangent;
+  /**
+   * Output as q: gradient with respect to q.
+   */
+  const struct annulus_tensor *dq;
+  /**
+   * Output as k: gradient with respect to k.
+   */
+  const struct annulus_tensor *dk;
+  /**
+   * Output as v: gradient with respect to v.
+   */
+  const struct annulus_tensor *dv;
+  /**
+   * Output as bias: gradient with respect to bias. NULL without a bias.
+   */
+  const struct annulus_tensor *dbias;
+  /**
+   * Output as softmax_aux: gradient with respect to softmax_aux. NULL without sinks.
+   */
+  const struct annulus_tensor *dsoftmax_aux;
+  /**
+   * Output as out: gradient with respect to dout.
+   */
+  const struct annulus_tensor *ddout;
+  /**
+   * Output as lse: gradient with respect to dlse.
+   */
+  const struct annulus_tensor *ddlse;
+} annulus_double_backward_args;
 
 /**
  * The tensors of annulus_cache_attend. T is the type of the options; A is f64 for f64 and f32
@@ -1799,6 +1966,44 @@ int annulus_plan_test(struct annulus_plan *plan, int32_t *done);
  * Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
  */
 int annulus_plan_wait(struct annulus_plan *plan);
+
+/**
+ * Computes out, lse and their derivatives along the tangents of the inputs, by forward-mode
+ * differentiation: a Jacobian-vector product.
+ *
+ * Collective over the ranks. Outputs share no element with another tensor of the call.
+ *
+ * Errors
+ * As annulus_forward; ANNULUS_INVALID_ARGUMENT also of a plan without
+ * options.second_derivatives.
+ *
+ * Safety
+ * As annulus_forward.
+ *
+ * annulus_forward: crate::annulus_forward
+ */
+int annulus_jvp(struct annulus_plan *plan, const struct annulus_jvp_args *args);
+
+/**
+ * Computes the gradients of annulus_backward's gradients: those of the product of its dq, dk,
+ * dv, dbias and dsoftmax_aux with their cotangents, with respect to the inputs, dout and dlse. It
+ * needs no result of a forward pass.
+ *
+ * dsoftmax_aux and dbias are summed over ranks as in the backward pass; their cotangents are then
+ * the same on all ranks. Collective over the ranks. Outputs share no element with another tensor
+ * of the call.
+ *
+ * Errors
+ * As annulus_jvp; ANNULUS_INVALID_ARGUMENT also of a plan with options.forward_only.
+ *
+ * Safety
+ * As annulus_forward.
+ *
+ * annulus_backward: crate::annulus_backward
+ * annulus_forward: crate::annulus_forward
+ */
+int annulus_double_backward(struct annulus_plan *plan,
+                            const struct annulus_double_backward_args *args);
 
 /**
  * Creates an empty KV cache of `ranks` ranks in this process.
