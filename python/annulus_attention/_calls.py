@@ -518,7 +518,9 @@ def chosen(given: Arguments, results: tuple[Any, ...]) -> Any:
     if given["return_max_sum"]:
         wanted += results[2:4]
     if given["return_statistics"]:
-        wanted += (Statistics(*results[-2:]),)
+        # of torch: without a gradient, as maxima of a program that logs them
+        of_scores = (of.detach() if hasattr(of, "detach") else of for of in results[-2:])
+        wanted += (Statistics(*of_scores),)
     return wanted[0] if len(wanted) == 1 else wanted
 
 

@@ -32,8 +32,7 @@ impl ExactSum {
             return;
         }
         let bits = x.abs().to_bits();
-        #[expect(clippy::cast_possible_truncation, reason = "the exponent has 11 bits")]
-        let biased = (bits >> MANTISSA) as i32;
+        let biased = i32::try_from(bits >> MANTISSA).unwrap_or(i32::MAX);
         let fraction = bits & ((1 << MANTISSA) - 1);
         let mantissa = if biased == 0 { fraction } else { fraction | 1 << MANTISSA };
         let offset = biased.max(1) - 1075 - LOWEST;
