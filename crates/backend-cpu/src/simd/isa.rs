@@ -4,6 +4,7 @@
 
 use annulus_core::{Error, Precision, Result};
 
+#[cfg(target_arch = "x86_64")]
 use crate::simd::tile_unit;
 
 /// Instruction set that kernels are compiled for.
