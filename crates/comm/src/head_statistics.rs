@@ -104,7 +104,7 @@ impl HeadRows {
     fn numbers(&self) -> impl Iterator<Item = f64> {
         let Self { count, max, sum } = *self;
         let sums = sum.into_iter().flat_map(|sum| sum.numbers());
-        std::iter::once(count as f64).chain(max).chain(sums)
+        std::iter::once(count).chain(max).chain(sums)
     }
 
     /// Adds those of another rank, in the order of [`HeadRows::numbers`].
