@@ -15,7 +15,7 @@ use annulus::{
     DType, Dims, Error, Plan, Result, Setup,
     backend::cuda::{
         Cuda,
-        device::{CudaCopier, CudaSpace, CudaTensor, Device, Stream, Symbols},
+        device::{Api, CudaCopier, CudaSpace, CudaTensor, Device, Stream, Symbols},
     },
     comm::Staged,
 };
