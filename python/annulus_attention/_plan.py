@@ -389,7 +389,7 @@ class Plan:
                 arrays["out_residual"] = memory.empty(whole, self._dtype, like)
             if self._statistics:
                 arrays["statistics"] = memory.empty((*statistics, 3), acc, like)
-                arrays["head_statistics"] = memory.empty((lengths["q_heads"], 3, 2), acc, like)
+                arrays["head_statistics"] = memory.empty((statistics[1], 3, 2), acc, like)
             reports = self._plan.forward({**inputs.arrays, **arrays})
         of_out = ("out", "out_residual")
         results = {

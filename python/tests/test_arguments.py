@@ -170,6 +170,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("flash", {"attention_mask": np.ones((N, N), bool)}, "attention_mask"),
     ("flash", {"attention_mask": np.ones((1, 1, N, N + 1), bool)}, "attention_mask"),
     ("flash", {"key_lists": np.ones((N, N), bool)}, "key_lists"),
+    ("flash", {"bias_table": "t5"}, "bias_table"),
+    ("ring", {"return_statistics": 2}, "return_statistics"),
     ("flash", {"key_lists": (np.zeros(N, "i8"), np.zeros(0, "i8"))}, "key_lists"),
     ("ring", {"key_lists": (np.arange(N + 1), np.full(N, N))}, "key_lists"),
     ("flash", {"list_bias": True}, "list_bias"),
