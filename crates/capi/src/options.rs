@@ -137,7 +137,12 @@ impl Description {
         let backend = open(backend_name, device, options.threads)?;
         let runtime = set_runtime(Runtime::new().backend(backend), options)?;
         let setup = Setup { attention, division: division(options)?, runtime };
-        setup.spec(dims)?;
+        let mut checked = setup.clone();
+        if matches!(options.bias_dims, [1, heads, 1, _] if heads == 1 || heads == options.q_heads) {
+            // it may be a table, which a later call says; the plan checks the shape
+            checked.attention = checked.attention.bias(None);
+        }
+        checked.spec(dims)?;
         let kind = match options.layout {
             ANNULUS_LAYOUT_CUSTOM => Some(ListedKind::Custom),
             ANNULUS_LAYOUT_BALANCED => Some(ListedKind::Balanced),

@@ -702,7 +702,7 @@ fn a_backend_that_is_not_there_is_refused_by_name() {
         (status, last_error())
     };
     let changes: [(Change, &str); 3] = [
-        (|o| o.backend = 3, "backend: got 3, want"),
+        (|o| o.backend = 4, "backend: got 4, want"),
         (|o| o.device = 1, "device: got 1, want 0, or has_device"),
         (|o| o.has_device = 1, "device: got 0, want none: the CPU"),
     ];
