@@ -392,9 +392,9 @@ fn scores() -> Vec<Case> {
                 ok(annulus_attention_set_bias_table(attention, c"t5:8,16".as_ptr()));
             },
             ..Case::new(
-                "a bias table",
-                |o| o.bias_dims = [1, o.q_heads, 1, 8],
-                new().bias_table(BiasTable::t5(true, 8, 16).unwrap()),
+                "a bias table, and statistics",
+                |o| (o.bias_dims, o.statistics) = ([1, o.q_heads, 1, 8], 1),
+                new().bias_table(BiasTable::t5(true, 8, 16).unwrap()).statistics(true),
             )
         },
         Case {
@@ -433,7 +433,6 @@ fn scores() -> Vec<Case> {
             },
             new().softmax_aux(SinkShape::per_head(1)).unnormalized(true).dropout(0.25, 1 << 40),
         ),
-        Case::new("statistics", |o| o.statistics = 1, new().statistics(true)),
     ]
 }
 

@@ -264,7 +264,7 @@ fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
         ("page_rows", new(), SHAPE.page_rows(u64::MAX)),
         ("kv_heads", new(), CacheShape::new(1, 4, 8).kv_heads(0)),
         ("q_heads", new(), CacheShape::new(1, 4, 8).kv_heads(3)),
-        ("value_dim", new(), SHAPE.value_dim(513)),
+        ("value_dim", new(), SHAPE.value_dim(Dims::MAX_DIM + 1)),
         ("softmax_scale", new().softmax_scale(f64::NAN), SHAPE),
     ];
     for (name, attention, shape) in invalid {

@@ -55,9 +55,9 @@ fn dims_without_meaning() {
         ("kv_heads", Dims { kv_heads: 0, ..DIMS }),
         ("q_heads", Dims { q_heads: 3, ..DIMS }),
         ("head_dim", Dims { head_dim: 0, ..DIMS }),
-        ("head_dim", Dims { head_dim: 513, ..DIMS }),
+        ("head_dim", Dims { head_dim: Dims::MAX_DIM + 1, ..DIMS }),
         ("value_dim", Dims { value_dim: 0, ..DIMS }),
-        ("value_dim", Dims { value_dim: 513, ..DIMS }),
+        ("value_dim", Dims { value_dim: Dims::MAX_DIM + 1, ..DIMS }),
         ("q_len", Dims { q_len: usize::MAX, ..DIMS }),
         ("kv_len", Dims { kv_len: 1 << 60, ..DIMS }),
         // loops over batch rows and heads overflow although the tensors have no rows
