@@ -485,6 +485,8 @@ def with_lists(given: Arguments) -> Arguments:
         return given
     given = dict(given)
     value, bias = given.pop("key_lists"), _check.boolean("list_bias", given.pop("list_bias"))
+    if value is None:
+        return {**given, **_key_lists.split(None, 0, list_bias=bias)}
     shape = getattr(given["query"], "shape", (0, 0))
     keys = getattr(given["key"], "shape", (0, 0))
     columns = _key_lists.columns(value)
