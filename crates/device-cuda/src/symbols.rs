@@ -18,8 +18,6 @@ use cudarc::{
 };
 use libloading::Library;
 
-use crate::hip;
-
 /// Interface of a GPU's driver and compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Api {
@@ -207,39 +205,6 @@ pub(crate) fn driver_error(api: Api, name: &str, error: Status) -> Error {
         _ => format!("{name}: {text}"),
     };
     Error::Device { what }
-}
-
-impl Symbols {
-    /// Loads this machine's driver of an interface.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if there is none, or it lacks a function.
-    pub fn system(api: Api) -> Result<Self> {
-        if api == Api::Hip {
-            return hip::symbols();
-        }
-        let library = open(&["libcuda.so.1", "libcuda.so"])
-            .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
-        // SAFETY: the library of this name is the driver.
-        unsafe { Self::of(library) }
-    }
-}
-
-impl CompilerSymbols {
-    /// Loads this machine's compiler of an interface.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if there is none, or it lacks a function.
-    pub fn system(api: Api) -> Result<Self> {
-        if api == Api::Hip {
-            return hip::compiler_symbols();
-        }
-        let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-        let library = open(&names)
-            .ok_or_else(|| missing("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
-        // SAFETY: the library of this name is NVRTC.
-        unsafe { Self::of(library) }
-    }
 }
 
 /// Loads the first of these libraries that exists. It is never unloaded, so its functions are valid
