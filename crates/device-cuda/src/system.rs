@@ -11,7 +11,7 @@ impl Symbols {
     /// Loads this machine's driver of an interface.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is none, or it lacks a function.
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system(api: Api) -> Result<Self> {
         if api == Api::Hip {
             return hip::symbols();
@@ -27,7 +27,7 @@ impl CompilerSymbols {
     /// Loads this machine's compiler of an interface.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is none, or it lacks a function.
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system(api: Api) -> Result<Self> {
         if api == Api::Hip {
             return hip::compiler_symbols();
