@@ -182,7 +182,9 @@ def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ..
     Shapes.of(*arrays)
     given = {name: _integers(name, array) for name, array in batch.items() if array is not None}
     results: tuple[Any, ...] = _attend(call, True, *_together(arrays, given))
-    return (*results[:2], *(results[-2:] if call.attention.return_statistics else ()))
+    # statistics have no gradient, as in torch
+    of_scores = results[-2:] if call.attention.return_statistics else ()
+    return (*results[:2], *map(jax.lax.stop_gradient, of_scores))
 
 
 def _integers(name: str, value: Any) -> Any:

@@ -103,8 +103,8 @@ impl Compiler {
         }
     }
 
-    /// Chooses the target for a GPU. NVIDIA: its architecture; or, for a GPU newer than the compiler,
-    /// PTX of the newest supported architecture. AMD: the GPU's name.
+    /// Chooses the target for a GPU. NVIDIA: its architecture; or, for a GPU newer than the
+    /// compiler, PTX of the newest supported architecture. AMD: the GPU's name.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the compiler supports no architecture that the GPU can run.

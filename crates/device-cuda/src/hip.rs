@@ -12,8 +12,8 @@
 //! | cubin, PTX | code object |
 //!
 //! # Source
-//! ROCm's documentation of the HIP runtime and of hipRTC; `hip_runtime_api.h` of 5.2 to 7.1. Compiled
-//! and emulated, never run on an AMD GPU.
+//! ROCm's documentation of the HIP runtime and of hipRTC; `hip_runtime_api.h` of 5.2 to 7.1.
+//! Compiled and emulated, never run on an AMD GPU.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -92,8 +92,8 @@ table! {
     }
 }
 
-/// Functions of the loaded library: a process uses one major version of HIP, because two do not share
-/// devices.
+/// Functions of the loaded library: a process uses one major version of HIP, because two do not
+/// share devices.
 static HIP: OnceLock<HipSymbols> = OnceLock::new();
 static HIP_COMPILER: OnceLock<HipCompilerSymbols> = OnceLock::new();
 
@@ -179,8 +179,8 @@ pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
     })
 }
 
-/// Loads the first of these libraries that the linker finds, or that is in ROCm's folder: sites often
-/// set only `ROCM_PATH`. A library that the process has loaded already comes first.
+/// Loads a library: one that the process has loaded already, else the first of `names` that the
+/// linker finds, else `any` in ROCm's folder, because sites often set only `ROCM_PATH`.
 fn library(any: &str, names: &[&str]) -> Option<&'static libloading::Library> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mut loaded = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
@@ -308,8 +308,8 @@ unsafe extern "C" fn function_attribute(
     if value <= 64 * 1024 { Status::SUCCESS } else { Status::INVALID_VALUE }
 }
 
-/// hipRTC's major version, and the version of HIP: hipRTC's own does not change with the compiler that
-/// it contains (9.0 in ROCm 5.2.3).
+/// hipRTC's major version, and the version of HIP: hipRTC's own does not change with the compiler
+/// that it contains (9.0 in ROCm 5.2.3).
 unsafe extern "C" fn compiler_version(major: *mut c_int, hip: *mut c_int) -> CompilerStatus {
     let Some(compiler) = HIP_COMPILER.get() else { return CompilerStatus::INTERNAL_ERROR };
     // SAFETY: the caller passes valid pointers.

@@ -111,7 +111,8 @@ status! {
     }
 }
 
-/// Writes the name of an AMD GPU's architecture (`gcnArchName`) to so many bytes, with a 0 at its end.
+/// Writes the name of an AMD GPU's architecture (`gcnArchName`), with a 0 at its end, to a buffer of
+/// as many bytes as the second argument says.
 pub type ArchitectureName = unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> Status;
 
 table! {

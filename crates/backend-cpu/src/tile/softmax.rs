@@ -70,73 +70,11 @@ impl<A: Real> SimdKernel<A> for OnlineSoftmax<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
-        let tile = V::strip_mut::<VECTORS>(self.tile);
-        let lanes = (V::row_mut::<VECTORS>(self.max))
-            .zip(V::row_mut::<VECTORS>(self.sum))
-            .zip(V::row_mut::<VECTORS>(self.rescale));
-        let Some(((max, sum), rescale)) = lanes else { return false };
-        let infinity = V::splat(-A::INFINITY);
-        // 1. the tile's maximum, computed by the product where possible
-        let mut top = [infinity; VECTORS];
-        if let Some(tile_max) = self.tile_max.and_then(V::row::<VECTORS>) {
-            unrolled!(v < VECTORS, top[v] = V::load(&tile_max[v]));
-        } else {
-            for row in vector::each_row::<A, V, _>(tile) {
-                unrolled!(v < VECTORS, top[v] = V::load(&row[v]).if_larger(top[v]));
-            }
-        }
-        // 2. m' = max(m, scale · tile maximum)
-        let scale = V::splat(self.scale);
-        let mut old = [infinity; VECTORS];
-        // maximum of scores; `top` is the maximum of unscaled elements
-        let mut new = [infinity; VECTORS];
-        let mut base = [infinity; VECTORS];
-        let mut max_changed = false;
-        unrolled!(v < VECTORS, {
-            old[v] = V::load(&max[v]);
-            new[v] = top[v].times(scale).if_larger(old[v]);
-            new[v].store(&mut max[v]);
-            max_changed |= !new[v].all_equal(old[v]);
-            // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
-            base[v] = new[v].if_equal(infinity, V::splat(A::ZERO), new[v]);
-        });
-        if let Some(ties) = self.ties.and_then(V::row_mut::<VECTORS>) {
-            count_ties::<A, V, VECTORS>(tile, &old, &new, ties);
-        }
-        // 3. probabilities and their sum
-        let mut added = [V::splat(A::ZERO); VECTORS];
-        if let Some(row_ranges) = self.row_ranges {
-            // masked rows would add 0
-            unrolled!(v < VECTORS, {
-                let rows = row_ranges.get(v).cloned().unwrap_or_default();
-                let rows = tile.get_mut(rows).unwrap_or_default();
-                for row in vector::each_row_mut::<A, V, _>(rows) {
-                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    prob.store(&mut row[v]);
-                }
-            });
-        } else {
-            for row in vector::each_row_mut::<A, V, _>(tile) {
-                unrolled!(v < VECTORS, {
-                    let prob = V::load(&row[v]).times(scale).minus(base[v]).softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    prob.store(&mut row[v]);
-                });
-            }
-        }
-        // 4. ℓ' = ℓ·e^{m − m'} + sum
-        unrolled!(v < VECTORS, {
-            let factor = old[v].minus(base[v]).softmax_exp();
-            factor.store(&mut rescale[v]);
-            V::load(&sum[v]).multiply_add(factor, added[v]).store(&mut sum[v]);
-        });
-        max_changed
+        online_softmax::<A, V, VECTORS, false>(self, &mut [])
     }
 }
 
-/// [`OnlineSoftmax`] that also updates `score_sum`, t of each lane. A kernel of its own, with the
-/// same arithmetic, so that passes without statistics have the instructions that they had.
+/// [`OnlineSoftmax`] that also updates `score_sum`, t of each lane.
 pub(crate) struct OnlineSoftmaxStatistics<'a, A> {
     pub(crate) softmax: OnlineSoftmax<'a, A>,
     pub(crate) score_sum: &'a mut [A],
@@ -148,90 +86,105 @@ impl<A: Real> SimdKernel<A> for OnlineSoftmaxStatistics<'_, A> {
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
-        let softmax = self.softmax;
-        let tile = V::strip_mut::<VECTORS>(softmax.tile);
-        let lanes = (V::row_mut::<VECTORS>(softmax.max))
-            .zip(V::row_mut::<VECTORS>(softmax.sum))
-            .zip(V::row_mut::<VECTORS>(softmax.rescale));
-        let Some(((max, sum), rescale)) = lanes else { return false };
-        let infinity = V::splat(-A::INFINITY);
-        // 1. the tile's maximum, computed by the product where possible
-        let mut top = [infinity; VECTORS];
-        if let Some(tile_max) = softmax.tile_max.and_then(V::row::<VECTORS>) {
-            unrolled!(v < VECTORS, top[v] = V::load(&tile_max[v]));
-        } else {
-            for row in vector::each_row::<A, V, _>(tile) {
-                unrolled!(v < VECTORS, top[v] = V::load(&row[v]).if_larger(top[v]));
-            }
-        }
-        // 2. m' = max(m, scale · tile maximum)
-        let scale = V::splat(softmax.scale);
-        let mut old = [infinity; VECTORS];
-        // maximum of scores; `top` is the maximum of unscaled elements
-        let mut new = [infinity; VECTORS];
-        let mut base = [infinity; VECTORS];
-        let mut max_changed = false;
-        unrolled!(v < VECTORS, {
-            old[v] = V::load(&max[v]);
-            new[v] = top[v].times(scale).if_larger(old[v]);
-            new[v].store(&mut max[v]);
-            max_changed |= !new[v].all_equal(old[v]);
-            // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
-            base[v] = new[v].if_equal(infinity, V::splat(A::ZERO), new[v]);
-        });
-        if let Some(ties) = softmax.ties.and_then(V::row_mut::<VECTORS>) {
-            count_ties::<A, V, VECTORS>(tile, &old, &new, ties);
-        }
-        // 3. probabilities and their sum
-        let mut added = [V::splat(A::ZERO); VECTORS];
-        let mut added_scores = added;
-        // 0·(−∞) would be NaN: the probability of such a score is 0
-        let least = V::splat(A::from_f64(LEAST_SCORE));
-        if let Some(row_ranges) = softmax.row_ranges {
-            // masked rows would add 0
-            unrolled!(v < VECTORS, {
-                let rows = row_ranges.get(v).cloned().unwrap_or_default();
-                let rows = tile.get_mut(rows).unwrap_or_default();
-                for row in vector::each_row_mut::<A, V, _>(rows) {
-                    let score = V::load(&row[v]).times(scale).minus(base[v]);
-                    let prob = score.softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    added_scores[v] = prob.multiply_add(score.if_larger(least), added_scores[v]);
-                    prob.store(&mut row[v]);
-                }
-            });
-        } else {
-            for row in vector::each_row_mut::<A, V, _>(tile) {
-                unrolled!(v < VECTORS, {
-                    let score = V::load(&row[v]).times(scale).minus(base[v]);
-                    let prob = score.softmax_exp();
-                    added[v] = added[v].plus(prob);
-                    added_scores[v] = prob.multiply_add(score.if_larger(least), added_scores[v]);
-                    prob.store(&mut row[v]);
-                });
-            }
-        }
-        // 4. t' = (t + ℓ·(m − m'))·e^{m − m'} + sum of scores
-        if let Some(score_sum) = V::row_mut::<VECTORS>(self.score_sum) {
-            unrolled!(v < VECTORS, {
-                let moved = old[v].minus(base[v]);
-                let factor = moved.softmax_exp();
-                // ℓ is 0 where nothing was visible
-                let moved = old[v].if_equal(infinity, V::splat(A::ZERO), moved);
-                V::load(&sum[v])
-                    .multiply_add(moved, V::load(&score_sum[v]))
-                    .multiply_add(factor, added_scores[v])
-                    .store(&mut score_sum[v]);
-            });
-        }
-        // 5. ℓ' = ℓ·e^{m − m'} + sum
-        unrolled!(v < VECTORS, {
-            let factor = old[v].minus(base[v]).softmax_exp();
-            factor.store(&mut rescale[v]);
-            V::load(&sum[v]).multiply_add(factor, added[v]).store(&mut sum[v]);
-        });
-        max_changed
+        online_softmax::<A, V, VECTORS, true>(self.softmax, self.score_sum)
     }
+}
+
+/// [`OnlineSoftmax`], with `SCORES` also t: a constant, because a test in the loop over rows would
+/// cost a pass without statistics time.
+#[inline(always)]
+fn online_softmax<A: Real, V: Vector<A>, const VECTORS: usize, const SCORES: bool>(
+    softmax: OnlineSoftmax<'_, A>,
+    score_sum: &mut [A],
+) -> bool {
+    let tile = V::strip_mut::<VECTORS>(softmax.tile);
+    let lanes = (V::row_mut::<VECTORS>(softmax.max))
+        .zip(V::row_mut::<VECTORS>(softmax.sum))
+        .zip(V::row_mut::<VECTORS>(softmax.rescale));
+    let Some(((max, sum), rescale)) = lanes else { return false };
+    let infinity = V::splat(-A::INFINITY);
+    // 1. the tile's maximum, computed by the product where possible
+    let mut top = [infinity; VECTORS];
+    if let Some(tile_max) = softmax.tile_max.and_then(V::row::<VECTORS>) {
+        unrolled!(v < VECTORS, top[v] = V::load(&tile_max[v]));
+    } else {
+        for row in vector::each_row::<A, V, _>(tile) {
+            unrolled!(v < VECTORS, top[v] = V::load(&row[v]).if_larger(top[v]));
+        }
+    }
+    // 2. m' = max(m, scale · tile maximum)
+    let scale = V::splat(softmax.scale);
+    let mut old = [infinity; VECTORS];
+    // maximum of scores; `top` is the maximum of unscaled elements
+    let mut new = [infinity; VECTORS];
+    let mut base = [infinity; VECTORS];
+    let mut max_changed = false;
+    unrolled!(v < VECTORS, {
+        old[v] = V::load(&max[v]);
+        new[v] = top[v].times(scale).if_larger(old[v]);
+        new[v].store(&mut max[v]);
+        max_changed |= !new[v].all_equal(old[v]);
+        // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
+        base[v] = new[v].if_equal(infinity, V::splat(A::ZERO), new[v]);
+    });
+    if let Some(ties) = softmax.ties.and_then(V::row_mut::<VECTORS>) {
+        count_ties::<A, V, VECTORS>(tile, &old, &new, ties);
+    }
+    // 3. probabilities and their sum
+    let mut added = [V::splat(A::ZERO); VECTORS];
+    let mut added_scores = added;
+    // 0·(−∞) would be NaN: the probability of such a score is 0
+    let least = V::splat(A::from_f64(LEAST_SCORE));
+    if let Some(row_ranges) = softmax.row_ranges {
+        // masked rows would add 0
+        unrolled!(v < VECTORS, {
+            let rows = row_ranges.get(v).cloned().unwrap_or_default();
+            let rows = tile.get_mut(rows).unwrap_or_default();
+            for row in vector::each_row_mut::<A, V, _>(rows) {
+                let score = V::load(&row[v]).times(scale).minus(base[v]);
+                let prob = score.softmax_exp();
+                added[v] = added[v].plus(prob);
+                if SCORES {
+                    let score = score.if_larger(least);
+                    added_scores[v] = prob.multiply_add(score, added_scores[v]);
+                }
+                prob.store(&mut row[v]);
+            }
+        });
+    } else {
+        for row in vector::each_row_mut::<A, V, _>(tile) {
+            unrolled!(v < VECTORS, {
+                let score = V::load(&row[v]).times(scale).minus(base[v]);
+                let prob = score.softmax_exp();
+                added[v] = added[v].plus(prob);
+                if SCORES {
+                    let score = score.if_larger(least);
+                    added_scores[v] = prob.multiply_add(score, added_scores[v]);
+                }
+                prob.store(&mut row[v]);
+            });
+        }
+    }
+    // 4. t' = (t + ℓ·(m − m'))·e^{m − m'} + sum of scores
+    if SCORES && let Some(score_sum) = V::row_mut::<VECTORS>(score_sum) {
+        unrolled!(v < VECTORS, {
+            let moved = old[v].minus(base[v]);
+            let factor = moved.softmax_exp();
+            // ℓ is 0 where nothing was visible
+            let moved = old[v].if_equal(infinity, V::splat(A::ZERO), moved);
+            V::load(&sum[v])
+                .multiply_add(moved, V::load(&score_sum[v]))
+                .multiply_add(factor, added_scores[v])
+                .store(&mut score_sum[v]);
+        });
+    }
+    // 5. ℓ' = ℓ·e^{m − m'} + sum
+    unrolled!(v < VECTORS, {
+        let factor = old[v].minus(base[v]).softmax_exp();
+        factor.store(&mut rescale[v]);
+        V::load(&sum[v]).multiply_add(factor, added[v]).store(&mut sum[v]);
+    });
+    max_changed
 }
 
 /// Computes ties' = (ties if the maximum is unchanged, else 0) + number of rows equal to the new

@@ -157,6 +157,12 @@ fn random_cases_hold_on_wgpu() {
 }
 
 #[test]
+fn key_lists_hold_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    suite::key_lists(&WgpuRing::on_host(gpu).only(F32), 400..420).unwrap();
+}
+
+#[test]
 fn elements_of_two_bytes_hold_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     for dtype in [DType::Bf16, DType::F16] {

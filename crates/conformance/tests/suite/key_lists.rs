@@ -5,46 +5,13 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use annulus::{Attention, Division, LocalRing, Setup, Tensors};
-use annulus_conformance::{Answer, Case, Draw, Facade, Judge, Masks, Setting, Subject, suite};
-use annulus_core::{
-    BackwardMode, Batch, DType, DenseMask, Dims, Error, KeyLists, ListedKeys, Spec,
+use annulus_conformance::{
+    Answer, Case, Draw, Facade, Judge, Masks, Setting,
+    suite::{self, dense_twin, lists},
 };
+use annulus_core::{BackwardMode, Batch, DType, Dims, Error, KeyLists, Spec};
 use annulus_plan::{Layout, Route, Strategy};
 use ndarray::Array4;
-
-/// Lists of `[batches, groups]` and the queries of `dims`, from the keys of each.
-fn lists(
-    [batches, groups]: [usize; 2],
-    dims: &Dims,
-    mut keys: impl FnMut([usize; 3]) -> Vec<usize>,
-) -> Arc<KeyLists> {
-    let mut offsets = vec![0];
-    let mut all = Vec::new();
-    for b in 0..batches {
-        for g in 0..groups {
-            for q in 0..dims.q_len {
-                let sorted: BTreeSet<usize> = keys([b, g, q]).into_iter().collect();
-                all.extend(sorted.into_iter().map(|key| u32::try_from(key).unwrap()));
-                offsets.push(all.len() as u64);
-            }
-        }
-    }
-    Arc::new(KeyLists::by_group([batches, groups], offsets, all).unwrap())
-}
-
-/// The case with a dense mask in the place of its lists, which the oracle computes.
-fn dense_twin(case: &Case) -> Case {
-    let mut twin = case.clone();
-    let lists = twin.batch.key_lists.take().unwrap();
-    let Dims { batch, q_heads, q_len, kv_len, .. } = case.spec.dims;
-    let listed = ListedKeys { lists: &lists, q_heads };
-    let dense = case.batch.attention_mask.as_ref();
-    twin.batch.attention_mask =
-        Some(DenseMask::from_fn([batch, q_heads, q_len, kv_len], |[b, h, q, k]| {
-            listed.contains(b, h, q, k as u64) && dense.is_none_or(|mask| mask.visible(b, h, q, k))
-        }));
-    twin
-}
 
 fn holds(case: &Case, settings: &[Setting]) {
     let judge = Judge::new(&dense_twin(case)).unwrap();
@@ -58,26 +25,7 @@ fn holds(case: &Case, settings: &[Setting]) {
 
 #[test]
 fn random_lists_hold_with_every_other_condition() {
-    for seed in 0..160 {
-        let draw = &mut Draw::new(seed ^ 0x5eed);
-        let mut case = Case::random(seed).in_dtype(draw.pick(Facade.dtypes()));
-        let dims = case.spec.dims;
-        let groups = draw.pick(&[1, dims.kv_heads, dims.q_heads]);
-        let batches = draw.pick(&[1, dims.batch]);
-        // few pairs are gathered, many are tiles
-        let share = draw.pick(&[1, 3, 40, 60]);
-        case.batch.key_lists = Some(lists([batches, groups], &dims, |_| {
-            (0..dims.kv_len).filter(|_| draw.once_in(share)).collect()
-        }));
-        let ranks = draw.pick(&[1, 2, 3, 5, 8]);
-        let mut setting = suite::random_setting(&case, ranks, draw);
-        setting.route = None;
-        if ranks > 1 {
-            case.spec.backward = BackwardMode::OnePass;
-        }
-        case.name = format!("lists of [{batches}, {groups}] with {}", case.name);
-        holds(&case, &[setting]);
-    }
+    suite::key_lists(&Facade, 0..160).unwrap();
 }
 
 /// Every kind of list of the design, on sizes of several tiles.
