@@ -61,8 +61,8 @@ mod tensors;
 pub use annulus_comm as comm;
 pub use annulus_comm::ring::Report;
 pub use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, LEAF_ROWS, Precision,
-    Result, SinkShape, Spec,
+    Alignment, BackwardMode, Batch, BiasOrder, DType, Dims, Element, Error, Precision, Result,
+    SinkShape, Spec,
 };
 pub use annulus_plan::{Layout, Route, Strategy};
 pub use attention::Attention;
@@ -91,7 +91,7 @@ pub mod bias {
 
 /// Rows of ranks, machines, bytes and predicted times.
 pub mod planning {
-    pub use annulus_core::{Run, Runs};
+    pub use annulus_core::{LEAF_ROWS, Run, Runs};
     pub use annulus_plan::*;
 }
 
