@@ -18,7 +18,7 @@
 //! * An all-gather brings the gradients of all leaves, which every rank sums by one binary tree.
 use annulus_candle::{
     Options,
-    annulus::{self, Attention, Division, LEAF_ROWS, Layout},
+    annulus::{self, Attention, Division, Layout, planning::LEAF_ROWS},
     attention,
 };
 use candle_core::{D, Device, Error, Result, Tensor, Var, safetensors};
