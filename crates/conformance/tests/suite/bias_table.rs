@@ -172,7 +172,7 @@ fn bits_of_tables_depend_on_neither_threads_nor_in_the_reproducible_order_on_ran
             |case: &Case, ranks, threads| answer(case, Division::new(), threads, ranks).unwrap();
         let one = bits(&case, 2, 1);
         assert_eq!(one.same_bits(&bits(&case, 2, 3)), Ok(()), "seed {seed}");
-        case.spec.leaf_rows = Some(annulus::LEAF_ROWS);
+        case.spec.leaf_rows = Some(annulus_core::LEAF_ROWS);
         let one = bits(&case, 1, 1);
         for (ranks, threads) in [(2, 1), (3, 2)] {
             assert_eq!(one.same_bits(&bits(&case, ranks, threads)), Ok(()), "{seed} {ranks}");
