@@ -83,6 +83,7 @@ mod tile {
     pub(crate) mod gemm;
     pub(crate) mod geometry;
     pub(crate) mod input;
+    pub(crate) mod list_bias;
     pub(crate) mod operands;
     pub(crate) mod pack;
     pub(crate) mod prefetch;

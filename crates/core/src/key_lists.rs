@@ -171,6 +171,12 @@ impl KeyLists {
         self.span((batch * self.groups + group) * self.queries + q)
     }
 
+    /// Returns the entries of all queries of a group. `batch` is broadcast.
+    pub fn plane(&self, batch: usize, group: usize) -> Range<usize> {
+        let last = self.queries.saturating_sub(1);
+        self.entries(batch, group, 0).start..self.entries(batch, group, last).end
+    }
+
     /// Checks the lists of a rank with `q_rows` queries.
     ///
     /// # Errors

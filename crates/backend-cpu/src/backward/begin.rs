@@ -3,10 +3,11 @@
 //!
 //! See `workspace/statistics.rs` for their definitions.
 
-use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, Result, memory};
+use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, ListedKeys, Result, memory};
 use ndarray::ArrayView4;
 
 use crate::{
+    gather::block::needs_tiles,
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
         element::Float,
@@ -14,6 +15,7 @@ use crate::{
     threads::team::Team,
     tile::{
         input::{Acc, TileInput, TileSource, array},
+        list_bias::ListBiasSums,
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{
@@ -37,16 +39,21 @@ pub(crate) fn begin<E: TileInput>(
     state.query_tiles.begin();
     state.key_leaves.next = 0;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let PassState { list_bias_gradient, table_gradient, .. } = state;
+    let PassState { list_bias_gradient, tile_list_bias, table_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
     });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     list_bias_gradient.clear();
+    *tile_list_bias = None;
     if let Some(lists) = shard.key_lists.as_deref().filter(|lists| lists.bias().is_some()) {
         memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
         list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
+        if needs_tiles::<Acc<E>>(shard) {
+            let listed = ListedKeys { lists, q_heads: shard.spec.dims.q_heads };
+            *tile_list_bias = Some(ListBiasSums::new(listed, &shard.spec)?);
+        }
     }
     table_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {

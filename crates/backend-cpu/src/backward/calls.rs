@@ -19,6 +19,7 @@ use crate::{
     threads::team::Team,
     tile::{
         input::{Acc, TileInput, TileSource, array, elements_mut},
+        list_bias::ListBias,
         prefetch::prefetch_first_tile,
         scores::Scores,
     },
@@ -66,7 +67,7 @@ fn attend_block<E: TileInput>(
         query_tiles,
         ..
     } = state;
-    let PassState { arrivals, key_leaves, table_gradient, .. } = state;
+    let PassState { arrivals, key_leaves, table_gradient, tile_list_bias, .. } = state;
     let tile_aligned = geometry.with_tile_aligned_strips();
     let plan = shard.leaves.as_deref();
     let (geometry, k_rows) = match (plan, wanted) {
@@ -84,12 +85,13 @@ fn attend_block<E: TileInput>(
     let gradient_row_layout = spec.gradient_row_layout();
     let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys.len(), &gradient_row_layout)?;
     let in_records = |gradient: &&BiasGradient<_>| plan.is_some() && gradient.in_records();
+    let list_bias = ListBias::of(visibility.key_lists);
     let pass = DkvPass {
         geometry,
         k_rows,
         visibility,
         query_tiles,
-        scores: Scores { spec, token: geometry.token, queries, keys, bias },
+        scores: Scores { spec, token: geometry.token, queries, keys, bias, list_bias },
         k,
         v,
         q: TileSource::tensor(array("q", inputs.forward.q)?),
@@ -99,6 +101,7 @@ fn attend_block<E: TileInput>(
         add: false,
         bias_in_records: bias_gradient.as_ref().filter(in_records),
         table_gradient: table_gradient.as_ref(),
+        list_gradient: tile_list_bias.as_ref(),
     };
     if let Some(plan) = plan {
         arrive(plan, key_leaves, queries, sums)?;
@@ -176,12 +179,13 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     };
     let gradient_row_layout = spec.gradient_row_layout();
     query_tiles.refill(team, scratch, &visibility, spec)?;
+    let list_bias = ListBias::of(visibility.key_lists);
     let pass = DkvPass {
         geometry,
         k_rows: *k_rows,
         visibility,
         query_tiles,
-        scores: Scores { spec, token: geometry.token, queries, keys, bias },
+        scores: Scores { spec, token: geometry.token, queries, keys, bias, list_bias },
         k: TileSource::tensor(array("k", inputs.k)?),
         v: TileSource::tensor(array("v", inputs.v)?),
         q: source(0)?,
@@ -191,6 +195,7 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
         add: shard.leaves.is_none(),
         bias_in_records: bias_gradient.as_ref().filter(|gradient| gradient.in_records()),
         table_gradient: None,
+        list_gradient: None,
     };
     let layout = pass.gradient_row_layout.clone();
     let sums = elements_mut::<Acc<E>>(bytes_mut(final_grad)?, keys.len(), &layout)?;

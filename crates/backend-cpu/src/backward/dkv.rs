@@ -35,6 +35,7 @@ use crate::{
         gemm::gemm_tn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource},
+        list_bias::ListBiasSums,
         operands::Previous,
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView, PanelsInPlace},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
@@ -99,6 +100,7 @@ pub(crate) struct DkvPass<'a, E: TileInput> {
     pub(super) bias_in_records: Option<&'a BiasGradient<Acc<E>>>,
     /// Gradient of a bias that is a table, to which passes with dq add.
     pub(super) table_gradient: Option<&'a TableGradient>,
+    pub(super) list_gradient: Option<&'a ListBiasSums<Acc<E>>>,
 }
 
 impl<E: TileInput> DkvPass<'_, E> {
@@ -463,10 +465,14 @@ impl<E: TileInput> DkvPass<'_, E> {
         score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
         let span = coord.span(tile_mask.rows());
         let table_gradient = self.table_gradient.filter(|_| dq.is_some());
+        let list_gradient = self.list_gradient.filter(|_| dq.is_some());
         let bias = dq.map_or(self.bias_in_records, |dq| dq.bias());
         apply_soft_cap_slope(&self.scores, coord, &span, tiles, |ds| {
             if let Some(gradient) = table_gradient {
                 gradient.add(&self.scores, coord, tile_mask.rows(), ds);
+            }
+            if let (Some(gradient), Some(bias)) = (list_gradient, &self.scores.list_bias) {
+                gradient.add(bias, coord, tile_mask, self.scores.keys, ds);
             }
             let Some(bias) = bias else { return };
             let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];

@@ -25,6 +25,7 @@ use crate::{
         gemm::gemm_tn,
         geometry::TileCoord,
         input::{Acc, TileInput, TileSource, array},
+        list_bias::ListBiasSums,
         operands::Previous,
         prefetch::PrefetchRows,
         tile_mask::TILE,
@@ -51,7 +52,7 @@ pub(crate) fn backward_dq<E: TileInput>(
     let task_rows = state.arrange_backward();
     state.update_query_tiles(team, block.rows)?;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let PassState { arrivals, query_tiles, table_gradient, .. } = state;
+    let PassState { arrivals, query_tiles, table_gradient, tile_list_bias, .. } = state;
     let pass = ForwardQueryPass::<E>::new(
         geometry,
         task_rows,
@@ -63,7 +64,8 @@ pub(crate) fn backward_dq<E: TileInput>(
     let dout = TileSource::tensor(array("dout", inputs.dout)?);
     let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
     let table_gradient = table_gradient.as_ref();
-    let pass = DqPass { pass, dout, statistics, bias_in_blocks, table_gradient };
+    let list_gradient = tile_list_bias.as_ref();
+    let pass = DqPass { pass, dout, statistics, bias_in_blocks, table_gradient, list_gradient };
     let leaves = arrivals.arrive(shard, block.rows)?;
     // one thread works all tasks of an owner, because they add to the same part of dbias
     let mut partials = bias_gradient.as_mut().and_then(|gradient| gradient.partials());
@@ -90,6 +92,7 @@ struct DqPass<'a, E: TileInput> {
     /// [`crate::workspace::bias_gradient::BiasGradient::in_blocks`].
     bias_in_blocks: bool,
     table_gradient: Option<&'a TableGradient>,
+    list_gradient: Option<&'a ListBiasSums<Acc<E>>>,
 }
 
 impl<E: TileInput> DqPass<'_, E> {
@@ -234,6 +237,9 @@ impl<E: TileInput> DqPass<'_, E> {
             }
             if let Some(gradient) = self.table_gradient {
                 gradient.add(scores, coord, tile_mask.rows(), ds);
+            }
+            if let (Some(gradient), Some(bias)) = (self.list_gradient, &scores.list_bias) {
+                gradient.add(bias, coord, tile_mask, scores.keys, ds);
             }
             if self.bias_in_blocks {
                 block.add_over_keys(coord, first, geometry.dims.group(), &ds[span.clone()]);

@@ -9,6 +9,7 @@ use crate::{
     tile::{
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
+        list_bias::ListBias,
         pack::PanelsInPlace,
         prefetch::prefetch_first_tile,
         scores::Scores,
@@ -80,10 +81,12 @@ impl<'a, E: TileInput> ForwardQueryPass<'a, E> {
         let sinks = inputs.sinks.map(|sinks| array("softmax_aux", sinks)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block)?;
         prefetch_first_tile(spec.dims, keys.len(), [&k, &v]);
+        let visibility = shard.visibility(queries, keys);
+        let list_bias = ListBias::of(visibility.key_lists);
         Ok(Self {
             geometry,
-            visibility: shard.visibility(queries, keys),
-            scores: Scores { spec, token: geometry.token, queries, keys, bias },
+            visibility,
+            scores: Scores { spec, token: geometry.token, queries, keys, bias, list_bias },
             q: TileSource::tensor(array("q", inputs.q)?),
             k,
             v,

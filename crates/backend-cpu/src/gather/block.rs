@@ -4,7 +4,7 @@
 //! but also the pairs that are not listed. The cheaper form of a block follows from the two counts,
 //! so that it depends on the lists alone.
 
-use annulus_core::{Error, KeyLists, ListedPairs, RankShard, Result, Rows, Spec, TransposedPairs};
+use annulus_core::{ListedPairs, RankShard, Result, Rows, Spec, TransposedPairs};
 use ndarray::Array4;
 
 use crate::{
@@ -37,7 +37,7 @@ impl ListedBlock {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub(crate) fn gathers<A: Real>(&mut self, shard: &RankShard, keys: &Rows) -> Result<bool> {
-        let Some(lists) = shard.key_lists.as_deref().filter(|_| lacks::<A>(shard).is_none()) else {
+        let Some(lists) = shard.key_lists.as_deref().filter(|_| !needs_tiles::<A>(shard)) else {
             return Ok(false);
         };
         let spec = &*shard.spec;
@@ -57,19 +57,6 @@ impl ListedBlock {
     }
 }
 
-/// Refuses a list bias that only tiles could compute.
-///
-/// # Errors
-/// [`Error::Unsupported`].
-pub(crate) fn check<A: Real>(shard: &RankShard, lists: &KeyLists) -> Result<()> {
-    match lacks::<A>(shard) {
-        Some(what) if lists.bias().is_some() => {
-            Err(Error::unsupported("key_list_bias", format!("the cpu backend with {what}")))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Returns a tensor with contiguous vectors, in `copy` if those of `source` are not.
 pub(crate) fn contiguous<'a, E: TileInput>(
     source: TileSource<'a, E>,
@@ -83,18 +70,12 @@ pub(crate) fn contiguous<'a, E: TileInput>(
     }
 }
 
-/// Names a feature that gathered rows lack.
-fn lacks<A: Real>(shard: &RankShard) -> Option<&'static str> {
+/// Returns true if the attention has a feature that gathered rows lack.
+pub(crate) fn needs_tiles<A: Real>(shard: &RankShard) -> bool {
     let spec = &*shard.spec;
     let is_rounded = spec.logits_dtype.bytes() < A::DTYPE.bytes();
-    let lacking = [
-        (shard.leaves.is_some(), "the reproducible order (reproducible)"),
-        (!spec.normalize, "an output that is not normalised"),
-        (spec.bias.is_some(), "a bias"),
-        (spec.bias_function.is_some(), "a bias function"),
-        (is_rounded, "logits that are rounded (logits_dtype)"),
-    ];
-    lacking.into_iter().find(|(is_lacking, _)| *is_lacking).map(|(_, what)| what)
+    let has_bias = spec.bias.is_some() || spec.bias_function.is_some();
+    shard.leaves.is_some() || !spec.normalize || has_bias || is_rounded || spec.statistics
 }
 
 /// Returns the rule of the scores.

@@ -120,6 +120,7 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
                 queries,
                 keys,
                 bias: primal.bias.map(bias).transpose()?,
+                list_bias: None,
             },
             bias_tangent: tangent.bias.map(bias).transpose()?,
             q: TileSource::tensor(array("q", primal.q)?),

@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BiasFunction, BiasOrder, DType, DropoutMask, Rows, Spec,
+    BiasFunction, BiasOrder, DType, DropoutMask, RankShard, Rows, Spec,
     mask::{Key, Query},
 };
 use ndarray::ArrayView4;
@@ -25,6 +25,7 @@ use crate::{
         bias_table::TableTile,
         dropout::{ExpandKeepBits, keep_bits},
         geometry::{QueryKeyPairs, TileCoord},
+        list_bias::ListBias,
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
     },
 };
@@ -37,6 +38,7 @@ pub(crate) struct Scores<'a, A> {
     pub(crate) keys: &'a Rows,
     /// `[b|1, heads|1, q rows|1, kv rows of the whole sequence|1]`.
     pub(crate) bias: Option<ArrayView4<'a, A>>,
+    pub(crate) list_bias: Option<ListBias<'a>>,
 }
 
 impl<A: Real> Scores<'_, A> {
@@ -57,9 +59,9 @@ impl<A: Real> Scores<'_, A> {
         if self.needs_epilogue() { A::ONE } else { A::from_f64(self.spec.scale) }
     }
 
-    /// True if scores have a bias, by tensor or by function.
+    /// True if scores have a bias: a tensor, a function, or that of key lists.
     pub(crate) const fn has_bias(&self) -> bool {
-        self.bias.is_some() || self.spec.bias_function.is_some()
+        self.bias.is_some() || self.spec.bias_function.is_some() || self.list_bias.is_some()
     }
 
     /// True if ∂s/∂x differs from 1.
@@ -128,9 +130,11 @@ impl<A: Real> Scores<'_, A> {
     }
 
     /// True if the largest scale·q·k differs from the largest score.
-    pub(crate) const fn has_max_product(spec: &Spec) -> bool {
-        spec.statistics
-            && (spec.bias.is_some() || spec.bias_function.is_some() || spec.soft_cap.is_some())
+    pub(crate) fn has_max_product(shard: &RankShard) -> bool {
+        let spec = &*shard.spec;
+        let has_list_bias = shard.key_lists.as_ref().is_some_and(|lists| lists.bias().is_some());
+        let has_bias = spec.bias.is_some() || spec.bias_function.is_some() || has_list_bias;
+        spec.statistics && (has_bias || spec.soft_cap.is_some())
     }
 
     /// Updates the largest scale·q·k of each lane by the visible pairs of a tile of products.
@@ -213,6 +217,9 @@ impl<A: Real> Scores<'_, A> {
         }
         if let Some(function) = &self.spec.bias_function {
             self.add_bias_function(&**function, coord, tile_mask, pairs, into);
+        }
+        if let Some(list_bias) = &self.list_bias {
+            list_bias.add(coord, tile_mask, self.keys, into);
         }
     }
 

@@ -33,6 +33,7 @@ use crate::{
     tile::{
         aligned::{Aligned, list_bytes},
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
+        list_bias::ListBiasSums,
         scores::Scores,
         softmax::{Partial, PartialLens},
         tile_mask::TILE,
@@ -173,6 +174,8 @@ pub(crate) struct PassState<A> {
     pub(crate) listed: ListedBlock,
     /// Gradient of the bias of the key lists, one number for each listed pair.
     pub(crate) list_bias_gradient: Vec<A>,
+    /// The same, of blocks that tiles compute.
+    pub(crate) tile_list_bias: Option<ListBiasSums<A>>,
     /// State of second derivatives, made by the first pass of that kind.
     pub(crate) tangents: Option<Box<TangentState<A>>>,
 }
@@ -280,7 +283,7 @@ impl<A: Real> PassState<A> {
                         rows: all,
                         ties: only(!spec.normalize),
                         score_sum: only(spec.statistics),
-                        max_product: only(Scores::<A>::has_max_product(spec)),
+                        max_product: only(Scores::<A>::has_max_product(shard)),
                     };
                     blocks.push(QueryBlock {
                         batch,
@@ -367,6 +370,7 @@ impl<A: Real> PassState<A> {
             received_mask: DenseMask::default(),
             listed: ListedBlock::default(),
             list_bias_gradient: Vec::new(),
+            tile_list_bias: None,
             tangents: None,
         };
         state.index_blocks();
@@ -464,6 +468,7 @@ impl<A: Real> PassState<A> {
             + self.received_mask.bytes()
             + self.listed.bytes()
             + list_bytes(&self.list_bias_gradient)
+            + self.tile_list_bias.as_ref().map_or(0, ListBiasSums::bytes)
             + self.tangents.as_ref().map_or(0, |tangents| tangents.bytes())
     }
 
@@ -479,6 +484,7 @@ impl<A: Real> PassState<A> {
         let fits = self.shard.queries.len() == shard.queries.len()
             && self.shard.keys.len() == shard.keys.len()
             && self.shard.most_block_rows == shard.most_block_rows
+            && Scores::<A>::has_max_product(&self.shard) == Scores::<A>::has_max_product(shard)
             && leaf_slots(&self.shard)
                 .iter()
                 .zip(leaf_slots(shard))

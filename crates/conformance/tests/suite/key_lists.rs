@@ -190,8 +190,18 @@ fn bad_lists_and_what_cannot_be_computed_are_refused_and_change_nothing() {
 #[test]
 fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
     let draw = &mut Draw::new(11);
-    for (groups, batches, soft_cap) in [(1, 1, None), (2, 2, None), (4, 1, Some(1.5))] {
-        let spec = Spec { soft_cap, ..Spec::new(DIMS, DType::F64) };
+    // gathered rows serve the first; tiles serve statistics, an output that is not normalised, and
+    // the reproducible order
+    let forms = [
+        (1, 1, None, [false, false, false]),
+        (2, 2, None, [true, false, false]),
+        (4, 1, Some(1.5), [true, false, false]),
+        (4, 1, Some(1.5), [false, true, false]),
+        (2, 1, None, [false, false, true]),
+        (1, 2, Some(1.5), [false; 3]),
+    ];
+    for (groups, batches, soft_cap, [statistics, unnormalized, reproducible]) in forms {
+        let spec = Spec { soft_cap, normalize: !unnormalized, ..Spec::new(DIMS, DType::F64) };
         let mut case = Case::new("list bias", spec, Masks::default(), draw);
         let mut keys = Draw::new(7);
         let unbiased =
@@ -209,7 +219,9 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
         twin.bias = Some(Array4::from_shape_fn(shape, |(b, h, q, k)| {
             entry([b, h, q, k]).map_or(0.0, |entry| bias[entry])
         }));
-        let truth = Answer::of(twin.truth().unwrap(), true);
+        let truth = twin.truth().unwrap();
+        let want_statistics = truth.forward.statistics.clone();
+        let truth = Answer::of(truth, true);
         let want = |name: &str| {
             let arrays = truth.arrays();
             arrays.into_iter().find(|(of, _)| *of == name).unwrap().1.to_owned()
@@ -220,8 +232,10 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
             at.into_iter().for_each(|entry| dbias[entry] += ds);
         }
         let biased = KeyLists::clone(&unbiased).with_bias(bias.clone()).unwrap();
-        for ranks in [1, 3] {
+        for ranks in if reproducible { vec![1] } else { vec![1, 3] } {
             let attention = Attention::new().dtype(DType::F64).logits_soft_cap(soft_cap);
+            let attention = attention.statistics(statistics).unnormalized(unnormalized);
+            let attention = attention.reproducible(reproducible);
             let mut ring = LocalRing::new(&attention, DIMS, ranks).unwrap();
             let key_lists = Some(Arc::new(biased.clone()));
             ring.update(&Batch { key_lists, ..Batch::default() }).unwrap();
@@ -238,15 +252,12 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
             near("dk", backward.dk.iter().copied().collect(), all("dk"));
             near("dv", backward.dv.iter().copied().collect(), all("dv"));
             near("bias", ring.list_bias_gradient().unwrap(), dbias.clone());
+            if let Some(got) = forward.statistics {
+                let want = want_statistics.iter().copied().collect();
+                near("statistics", got.iter().copied().collect(), want);
+            }
         }
     }
-    // what only tiles compute is refused by name, and a number that is not finite
     let one = KeyLists::new((0..=60).collect(), vec![0; 60]).unwrap();
-    let biased = Some(Arc::new(one.clone().with_bias(vec![0.5; 60]).unwrap()));
-    for attention in [Attention::new().reproducible(true), Attention::new().unnormalized(true)] {
-        let mut ring = LocalRing::new(&attention, DIMS, 1).unwrap();
-        let error = ring.update(&Batch { key_lists: biased.clone(), ..Batch::default() });
-        assert!(error.unwrap_err().to_string().contains("key_list_bias"));
-    }
     assert!(one.with_bias(vec![f64::NAN; 60]).unwrap_err().to_string().contains("row 0, entry 0"));
 }
