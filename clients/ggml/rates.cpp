@@ -103,7 +103,8 @@ int main(int count, char **arguments) {
   const ggml_backend_ptr cpu = open("CPU", threads), annulus = open("ANNULUS", threads);
   for (int64_t queries : {1, 8, 512}) {
     if (count > 3 && queries != std::atoi(arguments[3])) continue;
-    for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_BF16})
+    for (ggml_type type :
+         {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0})
       if (count <= 4 || std::string(arguments[4]) == ggml_type_name(type))
         run(cpu.get(), annulus.get(), type, queries, queries < 100 ? 3 * pairs : pairs);
   }

@@ -292,9 +292,9 @@ def flash_attention(
             ``groups · q_len`` rows, the lists of each group of query heads.
         list_bias: True to add the values of key_lists to the scores.
         threads: CPU threads that compute. Default: the cores of the machine.
-        backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
-            see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on
-            this GPU.
+        backend, device: What computes (``cpu``, ``wgpu``, ``cuda`` or ``hip``), and the number of
+            the GPU, see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU,
+            ``cuda`` on this GPU.
         stream: Stream of the pass, for arrays in the memory of a GPU, see ``Plan``. Default:
             torch's current stream, or the default stream.
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
@@ -417,9 +417,9 @@ def ring_attention(
             ``Plan``.
         receive_ahead: Ring steps by which receives of blocks are posted ahead, see ``Plan``.
         threads: CPU threads of each rank. Default: the cores, divided by the ranks on the machine.
-        backend, device: What computes (``cpu``, ``wgpu`` or ``cuda``), and the number of the GPU,
-            see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU, ``cuda`` on
-            this GPU.
+        backend, device: What computes (``cpu``, ``wgpu``, ``cuda`` or ``hip``), and the number of
+            the GPU, see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU,
+            ``cuda`` on this GPU.
         stream: Stream of the pass, for arrays in the memory of a GPU, see ``Plan``. Default:
             torch's current stream, or the default stream.
         deadline: Seconds of silence of the ring after which a call fails, and for which it waits

@@ -3,8 +3,8 @@ scripts/transformers-sweep.
 
 Each class is built tiny from its own configuration. Its outputs and gradients with
 ``attn_implementation="annulus"`` are compared with those of ``eager`` and ``sdpa``. A worker
-process compares one class after another; the program ends a worker that takes too long for a class,
-and starts the next one after that class.
+process compares one class after another. A worker that takes too much CPU time for a class ends,
+and another one goes on after that class.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import textwrap
@@ -22,12 +23,16 @@ import threading
 import warnings
 from typing import Any
 
-SECONDS = 90
+SECONDS = 60
 KINDS = ("equal", "refused", "differs", "crash", "eager only", "not built")
 
 
-def work() -> None:
-    """Compares the classes that are named on stdin, one line of JSON for each."""
+def work(seconds: float) -> None:
+    """Compares the classes that are named on stdin, one line of JSON for each.
+
+    Args:
+        seconds: CPU time of a class, after which the process ends.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore")
     import torch
@@ -40,6 +45,7 @@ def work() -> None:
     for line in sys.stdin:
         name = line.strip()
         sweep = Sweep(name)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         with contextlib.redirect_stdout(sys.stderr):
             try:
                 kind = sweep.compare()
@@ -58,9 +64,10 @@ def work() -> None:
 class Worker:
     """A process that compares classes, and lines that it has written."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--work"],
+            [sys.executable, __file__, "--work", "--seconds", str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -76,11 +83,11 @@ class Worker:
             self.lines.put(line)
         self.lines.put("")
 
-    def compare(self, name: str, seconds: float) -> dict[str, Any] | None:
+    def compare(self, name: str) -> dict[str, Any] | None:
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
         try:
-            line = self.lines.get(timeout=seconds)
+            line = self.lines.get(timeout=20 * self.seconds)  # a worker that waits
         except queue.Empty:
             line = ""
         if line:
@@ -158,10 +165,10 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", help="kinds of --json that are compared again")
     parser.add_argument("--table", help="file of the table")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth class")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each class")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="CPU time of each class")
     given = parser.parse_args()
     if given.work:
-        work()
+        work(given.seconds)
         return
     from tiny_transformers import names
 
@@ -176,14 +183,14 @@ def main() -> None:
             known = {k: v for k, v in known.items() if v["kind"] not in given.again}
         elif not given.classes:
             known = {}
-    worker = Worker()
+    worker = Worker(given.seconds)
     for name in classes:
         if name in known and not given.classes:
             continue
-        answer = worker.compare(name, given.seconds)
+        answer = worker.compare(name)
         if answer is None:
             answer = {"name": name, "kind": "not built", "rows": {"": "no answer"}, "keywords": []}
-            worker = Worker()
+            worker = Worker(given.seconds)
         known[name] = answer
         bad = [f"{k} → {v}" for k, v in answer["rows"].items() if v != "equal"]
         print(answer["kind"].ljust(10), name, *bad[:6], sep="  ", flush=True)
