@@ -82,7 +82,7 @@ impl annulus_core::Workspace for CpuWorkspace {
         Ok(())
     }
 
-    fn check_lists(&self, lists: &KeyLists) -> Result<()> {
+    fn check_lists(&self, lists: &KeyLists, _: bool) -> Result<()> {
         by_sums!(&self.state, state => check_lists(state, lists))
     }
 

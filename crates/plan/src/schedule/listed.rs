@@ -23,9 +23,17 @@ pub struct RankNeeds {
 impl RankNeeds {
     /// Returns the owner of the last block that the rank receives on the direct route.
     pub fn last_owner(&self) -> Option<usize> {
-        let ranks = self.needed.len();
-        let owners = (1..ranks).rev().map(|step| Route::Direct.owner(self.rank, step, ranks));
-        owners.into_iter().find(|&owner| !self.needed[owner].is_empty())
+        Self::last_owner_of(self.rank, self.needed.len(), |owner| !self.needed[owner].is_empty())
+    }
+
+    /// Returns the last of the owners that `user` receives from on the direct route.
+    pub fn last_owner_of(
+        user: usize,
+        ranks: usize,
+        receives_from: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
+        let mut owners = (1..ranks).rev().map(|step| Route::Direct.owner(user, step, ranks));
+        owners.find(|&owner| receives_from(owner))
     }
 
     /// Returns the needs of all ranks as far as this one knows them: those between two other ranks
