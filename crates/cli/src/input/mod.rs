@@ -30,7 +30,7 @@ enum Kind {
 /// Input tensors: name, element types, and the lengths of the axes by letter: b batch, q and k
 /// rows, h query heads, g KV heads, d head dim, v value dim. Without letters the shape has a check
 /// of its own.
-const TENSORS: [(&str, Kind, &str); 17] = [
+const TENSORS: [(&str, Kind, &str); 18] = [
     ("query", Kind::Floats, "bqhd"),
     ("key", Kind::Floats, "bkgd"),
     ("value", Kind::Floats, "bkgv"),
@@ -427,9 +427,15 @@ impl Input {
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
-    /// Reads the key lists of these query rows: of all queries, or of as many for each group of
-    /// query heads.
+    /// Reads the key lists of these query rows.
     fn key_lists(&self, q_rows: &Runs) -> Result<Option<Arc<KeyLists>>> {
+        let Some(lists) = self.whole_key_lists()? else { return Ok(None) };
+        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
+        Ok(Some(Arc::new(lists.select_queries(&rows)?)))
+    }
+
+    /// Reads the key lists of all queries, or of as many for each group of query heads.
+    pub(crate) fn whole_key_lists(&self) -> Result<Option<KeyLists>> {
         let tensors = ["key_list_offsets", "key_list_indices", "key_list_ends", "key_list_bias"];
         let Some(name) = tensors.into_iter().find(|name| self.has(name)) else { return Ok(None) };
         if let Some(missing) = tensors[..2].iter().find(|name| !self.has(name)) {
@@ -449,8 +455,7 @@ impl Input {
                 lists.with_bias(self.tensors.floats::<f64>(tensors[3], 0, &all(tensors[3]))?)?;
         }
         lists.validate(&self.dims, self.dims.q_len)?;
-        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
-        Ok(Some(Arc::new(lists.select_queries(&rows)?)))
+        Ok(Some(lists))
     }
 
     /// Reads the dense mask of these query rows, which is kept as bits.

@@ -17,10 +17,10 @@
 use std::{ops::Range, sync::Arc, time::Instant};
 
 use annulus_core::{
-    Backend, Batch, Channel, Error, HostBuffer, KeyLists, ListedKeys, ListedPairs, MessageHeader,
-    ReceivedLists, Result, RowSet, Rows, Runs, Visibility, index, memory,
+    Backend, Batch, Channel, Error, HostBuffer, KeyLists, MessageHeader, ReceivedLists, Result,
+    RowSet, Runs, index, memory,
 };
-use annulus_plan::{RankNeeds, RingShards, Route};
+use annulus_plan::{RankNeeds, RingShards, Route, needed_rows};
 
 use super::{
     Ring,
@@ -83,65 +83,29 @@ pub(super) fn pairs_by_owner(
     shards: &RingShards,
     ring_index: usize,
 ) -> Result<Vec<OwnerPairs>> {
-    let spec = &agreed.spec;
     let ranks = shards.kv.len();
     let mut of_owners = vec![OwnerPairs::default(); ranks];
-    let Some(lists) = batch.key_lists.as_deref().filter(|_| ranks > 1) else {
-        return Ok(of_owners);
-    };
-    let mut listed = memory::zeroed::<u64>(WHAT, spec.dims.kv_len.div_ceil(64))?;
-    for &key in lists.keys() {
-        listed[key as usize / 64] |= 1 << (key % 64);
-    }
-    let mut queries = Rows::default();
-    let own = &shards.q[ring_index];
-    own.expand(&RowSet::all(own.rows.len()), &mut queries)?;
-    let mut keys = Rows::default();
-    let mut pairs = ListedPairs::default();
-    let owners = shards.kv.iter().enumerate().filter(|(owner, _)| *owner != ring_index);
-    for (owner, shard) in owners {
-        let of_owner = marked_rows(&shard.rows, &listed);
-        if of_owner.is_empty() {
-            continue;
-        }
-        shard.expand(&of_owner, &mut keys)?;
-        let visibility = Visibility {
-            mask: spec.mask.as_ref(),
-            attention_mask: batch.attention_mask.as_ref(),
-            key_lists: Some(ListedKeys::new(lists, spec.dims.q_heads)),
-            queries: &queries,
-            keys: &keys,
+    let sends_queries = agreed.sends_queries(ranks);
+    let queries = index(shards.q[ring_index].rows.len());
+    let needed = needed_rows(&agreed.spec, batch, shards, ring_index, |owner, found| {
+        let Some(lists) = batch.key_lists.as_deref().filter(|_| sends_queries) else {
+            return Ok(());
         };
-        pairs.refill(&visibility, spec.dims.batch)?;
-        let mut visible = memory::filled(WHAT, keys.len(), false)?;
-        pairs.all_keys().iter().for_each(|&key| visible[key as usize] = true);
-        let rows = of_owner.iter().zip(visible).filter(|(_, visible)| *visible);
         let of_owner = &mut of_owners[owner];
-        of_owner.keys = rows.map(|(row, _)| row..row + 1).collect();
-        if agreed.sends_queries(ranks) {
-            let mut attends = memory::filled(WHAT, queries.len(), false)?;
-            pairs.mark_queries(&mut attends);
-            let rows = (0u64..).zip(attends).filter(|(_, attends)| *attends);
-            of_owner.queries = rows.map(|(row, _)| row..row + 1).collect();
-            let rows: Vec<u64> = of_owner.queries.iter().collect();
-            // row numbers of a shard need not ascend
-            let mut owned = memory::zeroed::<u64>(WHAT, listed.len())?;
-            keys.rows().iter().for_each(|&row| owned[index(row / 64)] |= 1 << (row % 64));
-            let is_owned = |key: u32| owned[key as usize / 64] >> (key % 64) & 1 != 0;
-            of_owner.lists = lists.restrict(&rows, is_owned)?;
-        }
-    }
+        let mut attends = memory::filled(WHAT, queries, false)?;
+        found.pairs.mark_queries(&mut attends);
+        let rows = (0u64..).zip(attends).filter(|(_, attends)| *attends);
+        of_owner.queries = rows.map(|(row, _)| row..row + 1).collect();
+        let rows: Vec<u64> = of_owner.queries.iter().collect();
+        // row numbers of a shard need not ascend
+        let mut owned = memory::zeroed::<u64>(WHAT, agreed.spec.dims.kv_len.div_ceil(64))?;
+        found.keys.rows().iter().for_each(|&row| owned[index(row / 64)] |= 1 << (row % 64));
+        let is_owned = |key: u32| owned[key as usize / 64] >> (key % 64) & 1 != 0;
+        of_owner.lists = lists.restrict(&rows, is_owned)?;
+        Ok(())
+    })?;
+    of_owners.iter_mut().zip(needed).for_each(|(of_owner, keys)| of_owner.keys = keys);
     Ok(of_owners)
-}
-
-/// Returns the local rows whose row numbers are marked.
-fn marked_rows(rows: &Runs, marks: &[u64]) -> RowSet {
-    let is_marked = |row: i64| {
-        let row = row.cast_unsigned();
-        marks.get(annulus_core::index(row / 64)).is_some_and(|word| word >> (row % 64) & 1 != 0)
-    };
-    let marked = rows.iter().zip(0u64..).filter(|(row, _)| is_marked(*row));
-    marked.map(|(_, local)| local..local + 1).collect()
 }
 
 impl<B: Backend> Ring<B> {
