@@ -18,7 +18,7 @@ comm = MPI.COMM_WORLD
 
 
 def selected(q, means, first):
-    """Returns the blocks of keys that the blocks of the queries ``q`` select, as indptr, indices."""
+    """Returns the blocks of keys that each block of the queries ``q`` selects: indptr, indices."""
     blocks = q.reshape(-1, BLOCK, KV_HEADS, HEADS // KV_HEADS, DIM).mean((1, 3))
     scores = np.einsum("ngd,mgd->gnm", blocks, means)
     indptr, indices = [], []

@@ -181,10 +181,10 @@ def test_torch_harmonics_has_the_same_neighbourhoods_on_the_sphere() -> None:
     def project(weights: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.conv2d(tensor, weights)
 
-    q, k, v = (rows(project(of, x)) for of in (module.q_weights, module.k_weights, module.v_weights))
-    graph = torch.sparse_csr_tensor(
-        indptr, indices, log_weights[indices].float(), (points, points)
+    q, k, v = (
+        rows(project(of, x)) for of in (module.q_weights, module.k_weights, module.v_weights)
     )
+    graph = torch.sparse_csr_tensor(indptr, indices, log_weights[indices].float(), (points, points))
     out = annulus.torch.ring_attention(
         q, k, v, key_lists=graph, list_bias=True, ranks=3, softmax_scale=module.scale
     )

@@ -221,9 +221,28 @@ fn key_lists_are_the_equal_dense_mask() {
     let mut want: Vec<_> = names.into_iter().map(|name| (name, want.numbers(name))).collect();
     want.push(("dkey_list_bias", gradient));
     for (ranks, layout) in [(1, "contiguous"), (3, "zigzag")] {
-        folder.succeed(&format!("{attend} --ranks {ranks} --layout {layout}"));
+        let ring = format!("--ranks {ranks} --layout {layout} --dtype f64");
+        let result = folder.succeed(&format!("{} {ring}", attend.replace("--dtype f64", "")));
         same(&Tensors::read(&folder.path("out.safetensors")), &want, 1e-12);
+        // the plan of the same lists has the bytes that were sent
+        let planned = folder.succeed(&format!("plan --lists lists.safetensors {ring} --json -"));
+        let planned: serde_json::Value = serde_json::from_str(&planned.out).unwrap();
+        for pass in ["forward_bytes", "backward_bytes"] {
+            let bytes = planned[pass].as_u64().unwrap();
+            assert_eq!(bytes > 0, ranks > 1);
+            let digits = bytes.to_string();
+            let split = digits.len() % 3;
+            let groups =
+                digits.as_bytes()[split..].chunks(3).map(|of| std::str::from_utf8(of).unwrap());
+            let groups: Vec<&str> = std::iter::once(&digits[..split]).chain(groups).collect();
+            let text = format!("({} bytes)", groups.join(" ").trim());
+            assert!(ranks == 1 || result.out.contains(&text), "{pass} {text}: {result:?}");
+        }
     }
+    let halo = folder.succeed(
+        "plan --neighborhood 4x9:3x3:edge=clip --q-len 36 --layout boxes:4x9 --ranks 2 --rank 0",
+    );
+    assert!(halo.out.contains("  #####+...\n  #####+...\n"), "{halo:?}");
     indices.reverse();
     let unsorted = unsorted.i64("key_list_indices", &pairs, &indices);
     unsorted.write(&folder.path("lists.safetensors"));
