@@ -10,9 +10,9 @@
 //! Blocks then take the direct route, with exactly these rows: a rank receives each distinct remote
 //! row that it needs once, and sends one partial gradient for it.
 //!
-//! In a two-pass backward a rank sends its queries to the owners of their keys, which compute dK and
-//! dV. The message to an owner then also has these queries, and their keys among the owner's rows:
-//! each listed pair is told once.
+//! In a two-pass backward a rank sends its queries to the owners of their keys, which compute dK
+//! and dV. The message to an owner then also has these queries, and their keys among the owner's
+//! rows: each listed pair is told once.
 
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -240,8 +240,8 @@ fn told_bytes(directory: &[u8], own: u64) -> Option<u64> {
     entries.find(|[owner, _]| *owner == own).map(|[_, bytes]| bytes)
 }
 
-/// Appends what the owner of the keys of `pairs` is told: whether their block is the last one of this
-/// rank, both sets of rows, the number of keys of each list, and the keys.
+/// Appends what the owner of the keys of `pairs` is told: whether their block is the last one of
+/// this rank, both sets of rows, the number of keys of each list, and the keys.
 fn encode(pairs: &OwnerPairs, is_last: bool, into: &mut Vec<u8>) {
     let mut number = |number: u64| into.extend(number.to_le_bytes());
     number(u64::from(is_last));

@@ -186,8 +186,8 @@ pub fn listed(subject: &dyn Subject, dtypes: &[DType]) -> Verdict {
     Ok(())
 }
 
-/// Runs [`listed_cases`], and random lists, in the reproducible order: the same bits on every number
-/// of ranks, in every layout, and the results of the oracle.
+/// Runs [`listed_cases`], and random lists, in the reproducible order: the same bits on every
+/// number of ranks, in every layout, and the results of the oracle.
 pub fn reproducible_lists(subject: &dyn Subject) -> Verdict {
     let random = (0..12).map(|seed| {
         let draw = &mut Draw::new(seed);
