@@ -25,7 +25,7 @@ use annulus_plan::{RankNeeds, RingShards, Route, needed_rows};
 use super::{
     Ring,
     in_flight::InFlight,
-    plan::Agreed,
+    plan::{Agreed, ListedNeeds},
     program::MessageGroup,
     step_events::{Observer, PassKind},
 };
@@ -53,16 +53,6 @@ pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> 
         )),
         _ => Ok(()),
     }
-}
-
-/// Rows that the lists of all ranks need, as far as this rank takes part.
-pub(super) struct ListedNeeds {
-    /// Of keys.
-    pub(super) keys: RankNeeds,
-    /// Of queries, in a two-pass backward: an owner of keys needs those with a pair among them.
-    pub(super) queries: RankNeeds,
-    /// Lists of the queries of others.
-    pub(super) received: Option<Arc<ReceivedLists>>,
 }
 
 /// Pairs of this rank's queries with the keys of one owner.

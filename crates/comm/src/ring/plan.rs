@@ -5,14 +5,14 @@ use std::{sync::Arc, time::Instant};
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardMode, DenseMask, Error, KeyLists, LeafMerges, Order,
-    RankLeaves, RankShard, Result, RowLayout, RowSet, Rows, Shard, Space, Spec, leaves_of,
+    RankLeaves, RankShard, ReceivedLists, Result, RowLayout, RowSet, Rows, Shard, Space, Spec,
+    leaves_of,
 };
-use annulus_plan::{Layout, NeedsIndex, RankSchedule, RingShards, Route, Schedule};
+use annulus_plan::{Layout, NeedsIndex, RankNeeds, RankSchedule, RingShards, Route, Schedule};
 
 use super::{
     Ring,
     leaf_owners::LeafOwners,
-    listed::ListedNeeds,
     overlap::{self, SplitSize},
     program::{MessageGroup, RankProgram, RankStep, RecordSizes},
     step_events::{CirculationKind, Observer, StepWatch},
@@ -63,6 +63,16 @@ impl Agreed {
     pub(super) fn sends_queries(&self, ranks: usize) -> bool {
         self.backward && self.spec.backward == BackwardMode::TwoPass && ranks > 1
     }
+}
+
+/// Rows that the lists of all ranks need, as far as this rank takes part.
+pub(super) struct ListedNeeds {
+    /// Of keys.
+    pub(super) keys: RankNeeds,
+    /// Of queries, in a two-pass backward: an owner of keys needs those with a pair among them.
+    pub(super) queries: RankNeeds,
+    /// Lists of the queries of others.
+    pub(super) received: Option<Arc<ReceivedLists>>,
 }
 
 /// The plan of a batch.
