@@ -287,10 +287,11 @@ def flash_attention(
         q_positions, kv_positions: ``[batch, len]``, explicit positions.
         cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
             which positions restart at 0. One given serves for both.
-        key_lists: Keys of each query, at most: a CSR array of SciPy or torch, ``[q_len, kv_len]``,
-            whose stored entries are visible whatever their values, or (indptr, indices). With
+        key_lists: Keys of each query, at most: a CSR or BSR array of SciPy or torch, ``[q_len,
+            kv_len]``, whose stored entries are visible whatever their values, (indptr, indices), or
+            (indptr, starts, ends) of ranges of keys, as ``masks.key_blocks`` makes. With
             ``groups · q_len`` rows, the lists of each group of query heads.
-        list_bias: True to add the values of key_lists to the scores.
+        list_bias: True to add the values of a CSR array to the scores.
         threads: CPU threads that compute. Default: the cores of the machine.
         backend, device: What computes (``cpu``, ``wgpu``, ``cuda`` or ``hip``), and the number of
             the GPU, see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU,

@@ -318,12 +318,13 @@ class Plan:
                 visible only if not zero. All keys, also with ``comm``.
             cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences,
                 in which positions restart. Whole, also with ``comm``.
-            key_lists: Keys of each query, at most: a CSR array of SciPy or torch, ``[query rows,
-                kv_len]``, whose stored entries are visible whatever their values, or (indptr,
-                indices). With ``comm`` the rows of this rank and all keys; it then receives the
+            key_lists: Keys of each query, at most: a CSR or BSR array of SciPy or torch, ``[query
+                rows, kv_len]``, whose stored entries are visible whatever their values, (indptr,
+                indices), or (indptr, starts, ends) of ranges of keys, as ``masks.key_blocks``
+                makes. With ``comm`` the rows of this rank and all keys; it then receives the
                 listed rows of other ranks and no others. With ``groups · rows`` rows, the lists of
                 each group of query heads.
-            list_bias: True to add the values of key_lists to the scores. Their gradient is
+            list_bias: True to add the values of a CSR array to the scores. Their gradient is
                 ``Gradients.dlist_bias``.
         """
         with self._collective():

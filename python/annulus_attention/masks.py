@@ -1,4 +1,5 @@
-"""Masks over positions, for ``mask_builder=``. ``a & b`` and ``a | b`` combine masks.
+"""Masks over positions, for ``mask_builder=``; ``a & b`` and ``a | b`` combine masks. Selected
+blocks of keys, for ``key_lists=``.
 
 i' and j' are the positions of a query and of a key: their row numbers, unless ``cum_seqlens`` or
 explicit positions say otherwise.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _arrays
+from . import _arrays, _key_lists
 from ._annulus import Mask
 from ._check import boolean, choice, function_of, integer, integer_or_none, text
 from ._errors import invalid
@@ -21,6 +22,7 @@ __all__ = [
     "dense",
     "full",
     "function",
+    "key_blocks",
     "local",
     "neighborhood",
     "per_head",
@@ -124,6 +126,29 @@ def neighborhood(
         "edge=" + choice("edge", edge, ("shift", "clip")),
     ]
     return Mask.neighborhood(":".join(parts))
+
+
+def key_blocks(
+    indptr: Any, indices: Any, block: int | Sequence[int], shape: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Blocks of keys that each block of queries has selected, as ranges for ``key_lists=``.
+
+    All queries of block n attend to the blocks ``indices[indptr[n]:indptr[n + 1]]``, ascending.
+
+    Args:
+        indptr: ``[blocks + 1]``, or by batch row and group of query heads ``[batch or 1, groups,
+            blocks + 1]``.
+        indices: Blocks of keys.
+        block: Rows of a block; or (of queries, of keys).
+        shape: (query rows, keys). The last block of each side may be short. With ``comm`` the rows
+            of this rank, which its blocks of queries count from the first, and all keys.
+    """
+    sizes = block if isinstance(block, (tuple, list)) else [block, block]
+    if len(sizes) != 2 or len(shape) != 2:
+        raise invalid("block", repr((block, shape)), "two sizes and two lengths")
+    of_queries, of_keys = (integer("block", size, least=1) for size in sizes)
+    rows, keys = (integer("shape", length, least=0) for length in shape)
+    return _key_lists.blocks(indptr, indices, (of_queries, of_keys), (rows, keys))
 
 
 def _is_list(value: Any) -> bool:

@@ -215,7 +215,8 @@ pub(crate) fn batch(given: &Bound<'_, PyDict>) -> Raises<Batch> {
     })
 }
 
-/// Copies key lists: offsets `[batch or 1, groups, queries + 1]`, and indices.
+/// Copies key lists: offsets `[batch or 1, groups, queries + 1]`, and indices, or ranges from indices
+/// to ends.
 fn key_lists(given: &Bound<'_, PyDict>) -> Raises<Option<KeyLists>> {
     let (Some(offsets), Some(indices)) =
         (array(given, "key_list_offsets")?, array(given, "key_list_indices")?)
@@ -224,23 +225,12 @@ fn key_lists(given: &Bound<'_, PyDict>) -> Raises<Option<KeyLists>> {
     };
     let offsets = offsets.view_of::<i64, Ix3>("i8")?;
     let (batches, groups, _) = offsets.dim();
-    let mut all: Vec<u64> = offsets.iter().take(1).map(|offset| offset.cast_unsigned()).collect();
-    for plane in offsets.rows() {
-        if plane.first().copied() != all.last().copied().map(u64::cast_signed) {
-            let want = "groups whose lists follow each other";
-            return Err(Error::invalid("key_lists", "offsets with gaps", want).into());
-        }
-        all.extend(plane.iter().skip(1).map(|offset| offset.cast_unsigned()));
-    }
-    let keys = indices.view_of::<i64, Ix1>("i8")?;
-    if let Some(at) = keys.iter().position(|&key| u32::try_from(key).is_err()) {
-        let list = all.partition_point(|&offset| offset <= at as u64).saturating_sub(1);
-        let entry = at as u64 - all.get(list).copied().unwrap_or_default();
-        let got = format!("row {list}, entry {entry}: key {}", keys[at]);
-        return Err(Error::invalid("key_lists", got, "keys from 0").into());
-    }
-    let keys = keys.iter().map(|&key| u32::try_from(key).unwrap_or(u32::MAX)).collect();
-    let lists = KeyLists::by_group([batches, groups], all, keys)?;
+    let offsets = offsets.as_standard_layout();
+    let planes = offsets.rows().into_iter().filter_map(|plane| plane.to_slice());
+    let offsets = KeyLists::joined_offsets(planes)?;
+    let keys = indices.view_of::<i64, Ix1>("i8")?.to_vec();
+    let ends = lengths(given, "key_list_ends")?;
+    let lists = KeyLists::from_arrays([batches, groups], &offsets, &keys, ends.as_deref())?;
     match array(given, "key_list_bias")? {
         Some(bias) => Ok(Some(lists.with_bias(bias.view::<f64, Ix1>()?.to_vec())?)),
         None => Ok(Some(lists)),

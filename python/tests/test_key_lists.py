@@ -81,6 +81,120 @@ def test_values_are_added_and_have_a_gradient() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_ranges_and_blocks_are_their_keys() -> None:
+    q, k, v = tensors()
+    rng = np.random.default_rng(3)
+    selected = rng.random((2, 7, 7)) < 0.4
+    indptr = np.concatenate([[0], np.cumsum(selected.sum(-1).ravel())])
+    indptr = np.stack([indptr[:8], indptr[7:]])[None]
+    indices = np.nonzero(selected.reshape(14, 7))[1]
+    mask = np.repeat(selected.repeat(10, 1).repeat(10, 2)[None], 2, axis=1)
+    want = annulus.flash_attention(q, k, v, attention_mask=mask)
+    ranges = annulus.masks.key_blocks(indptr, indices, 10, (ROWS, ROWS))
+    for ranks in (1, 3):
+        got = annulus.ring_attention(q, k, v, key_lists=ranges, ranks=ranks)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    # a BSR array of both groups; the last blocks of key_blocks may be short
+    bsr = scipy_sparse.bsr_array(
+        (np.zeros((len(indices), 10, 10)), indices, np.append(indptr[0, 0], indptr[0, 1, 1:])),
+        shape=(2 * ROWS, ROWS),
+    )
+    as_torch = torch.sparse_bsr_tensor(
+        torch.from_numpy(bsr.indptr), torch.from_numpy(bsr.indices), torch.ones(bsr.data.shape)
+    )
+    for blocks in (bsr, as_torch):
+        got = annulus.flash_attention(q, k, v, key_lists=blocks)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    short = annulus.masks.key_blocks([0, 2, 3], [0, 1, 1], (40, 64), (ROWS, ROWS))
+    visible = np.arange(ROWS)[:, None] < 40
+    visible = visible | (np.arange(ROWS) >= 64)
+    want = annulus.flash_attention(q, k, v, attention_mask=visible[None, None])
+    np.testing.assert_allclose(
+        annulus.flash_attention(q, k, v, key_lists=short), want, rtol=2e-5, atol=2e-6
+    )
+    for lists, text in [
+        (([0, 1, *[1] * (ROWS - 1)], [5], [5]), "row 0, entry 0: keys 5..5"),
+        (([0, 2, *[2] * (ROWS - 1)], [5, 6], [8, 9]), "row 0, entry 1: keys 6..9 after 5..8"),
+        (annulus.masks.key_blocks([0, 1], [3], 70, (ROWS, ROWS)), "row 0, entry 0: key 210"),
+        (annulus.masks.key_blocks([0, 2], [1, 0], (70, 10), (ROWS, ROWS)), "row 0, entry 1"),
+    ]:
+        with pytest.raises(ValueError, match=text) as error:
+            annulus.flash_attention(q, k, v, key_lists=lists)
+        assert error.value.argument == "key_lists"
+    for arguments in [([0, 2, 1], [0, 1]), ([0, 1, 5], [0, 1]), ([0, 1], [0])]:
+        with pytest.raises(ValueError, match="key_lists"):
+            annulus.masks.key_blocks(*arguments, 40, (ROWS, ROWS))
+    with pytest.raises(ValueError, match="list_bias"):
+        annulus.flash_attention(q, k, v, key_lists=bsr, list_bias=True)
+
+
+def test_the_reproducible_order_has_the_same_bits_on_every_number_of_ranks() -> None:
+    rows = 700
+    arrays = [random(1, rows, HEADS, DIM, seed=seed) for seed in (1, 2, 3)]
+    csr = scipy_sparse.random_array(
+        (rows, rows), density=0.02, format="csr", rng=np.random.default_rng(4)
+    ).sorted_indices()
+    attention = annulus.Attention(reproducible=True)
+    lengths = {"q_len": rows, "kv_len": rows, "q_heads": HEADS, "kv_heads": HEADS, "head_dim": DIM}
+    answers = []
+    for ranks in (1, 2, 3):
+        with annulus.Plan(attention, batch=1, dtype="float32", ranks=ranks, **lengths) as plan:
+            plan.update(key_lists=csr)
+            forward = plan.forward(*arrays)
+            gradients = plan.backward(*arrays, forward, arrays[0])
+            answers.append((forward.out, gradients.dq, gradients.dk, gradients.dv))
+    for other in answers[1:]:
+        for one, two in zip(answers[0], other, strict=True):
+            assert np.array_equal(one, two)
+
+
+def test_torch_harmonics_has_the_same_neighbourhoods_on_the_sphere() -> None:
+    """The judge is another library: its lists, its quadrature weights, its CPU kernels."""
+    harmonics = pytest.importorskip(
+        "torch_harmonics", reason="NOT RUN: the package torch-harmonics is not installed"
+    )
+    shape, heads, dim = (12, 24), 2, 4
+    module = harmonics.NeighborhoodAttentionS2(
+        in_channels=heads * dim, in_shape=shape, out_shape=shape, num_heads=heads, bias=False
+    ).float()
+    points = shape[0] * shape[1]
+    x = torch.from_numpy(random(1, heads * dim, *shape, seed=9)).requires_grad_()
+    want = module(x)
+    weight = torch.linspace(-1, 1, want.numel()).view_as(want)
+    (want_gradient,) = torch.autograd.grad((want * weight).sum(), x)
+
+    # column c of row h is at the longitude 0; others are rotations of it
+    at, columns = module.psi_roff_idx.long(), module.psi_col_idx.long()
+    lists = []
+    for lat in range(shape[0]):
+        near = columns[at[lat] : at[lat + 1]]
+        for lon in range(shape[1]):
+            keys = near // shape[1] * shape[1] + (near % shape[1] + lon) % shape[1]
+            lists.append(keys.sort().values)
+    indptr = torch.tensor([0, *(len(keys) for keys in lists)]).cumsum(0)
+    indices = torch.cat(lists)
+    log_weights = module.quad_weights.reshape(shape[0], -1)[:, :1].log().expand(shape).reshape(-1)
+
+    def rows(channels: torch.Tensor) -> torch.Tensor:
+        return channels.reshape(1, heads, dim, points).permute(0, 3, 1, 2).contiguous()
+
+    def project(weights: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(tensor, weights)
+
+    q, k, v = (
+        rows(project(of, x)) for of in (module.q_weights, module.k_weights, module.v_weights)
+    )
+    graph = torch.sparse_csr_tensor(indptr, indices, log_weights[indices].float(), (points, points))
+    out = annulus.torch.ring_attention(
+        q, k, v, key_lists=graph, list_bias=True, ranks=3, softmax_scale=module.scale
+    )
+    got = out.permute(0, 2, 3, 1).reshape(1, heads * dim, *shape)
+    got = project(module.proj_weights, got)
+    (gradient,) = torch.autograd.grad((got * weight).sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_lists_are_refused_by_name() -> None:
     (q, k, v), csr = tensors(), graph()
     for lists, text in [

@@ -76,7 +76,7 @@ impl annulus_core::Workspace for CpuWorkspace {
         Ok(())
     }
 
-    fn check_lists(&self, _: &KeyLists) -> Result<()> {
+    fn check_lists(&self, _: &KeyLists, _: bool) -> Result<()> {
         Ok(())
     }
 

@@ -145,6 +145,7 @@ pub(crate) mod tests {
             keys: Arc::clone(&rows),
             attention_mask: None,
             key_lists: None,
+            received_lists: None,
             leaves: None,
             most_block_rows: len as u64,
             most_query_rows: len as u64,

@@ -34,7 +34,8 @@ module annulus
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_grid
   public :: annulus_plan_workspace_bytes
   public :: annulus_plan_predicted_bytes, annulus_plan_numerics, annulus_plan_q_rows
-  public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
+  public :: annulus_plan_kv_rows, annulus_plan_update, annulus_plan_list_bias_gradient
+  public :: annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
   public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
   public :: annulus_cache_create_threads, annulus_cache_create_mpi
@@ -179,7 +180,7 @@ module annulus
     integer(c_int64_t) :: strides(4) = 0
   end type annulus_tensor
 
-  ! Segment ids, positions, packed lengths and a dense mask.
+  ! Segment ids, positions, packed lengths, a dense mask and key lists.
   type, bind(c) :: annulus_batch
     integer(c_int64_t) :: struct_size = 0
     type(c_ptr) :: q_segment_ids = c_null_ptr
@@ -189,6 +190,10 @@ module annulus
     type(c_ptr) :: attention_mask = c_null_ptr
     type(c_ptr) :: cum_seqlens_q = c_null_ptr
     type(c_ptr) :: cum_seqlens_k = c_null_ptr
+    type(c_ptr) :: key_list_offsets = c_null_ptr
+    type(c_ptr) :: key_list_indices = c_null_ptr
+    type(c_ptr) :: key_list_ends = c_null_ptr
+    type(c_ptr) :: key_list_bias = c_null_ptr
   end type annulus_batch
 
   ! One pair of query and key, as a callback gets it.
@@ -544,6 +549,15 @@ module annulus
       integer(c_int64_t), intent(out) :: count
       integer(c_int) :: status
     end function c_kv_rows
+
+    function c_list_bias_gradient(plan, numbers, capacity, count) &
+        bind(c, name="annulus_plan_list_bias_gradient") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan, numbers
+      integer(c_int64_t), value :: capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_list_bias_gradient
 
     function c_rank_q_rows(attention, ranks, rank, rows, capacity, count) &
         bind(c, name="annulus_attention_q_rows") result(status)
@@ -1047,7 +1061,7 @@ contains
     integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(7)
+    type(annulus_tensor), target :: tensors(11)
     type(annulus_batch), target :: batch
     call batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
                   cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k)
@@ -1063,7 +1077,7 @@ contains
     integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(7)
+    type(annulus_tensor), target :: tensors(11)
     type(annulus_batch), target :: batch
     if (present(q_segment_ids) .or. present(kv_segment_ids) .or. present(q_positions) .or. &
         present(kv_positions) .or. present(cum_seqlens_q) .or. present(cum_seqlens_k)) then
@@ -1077,13 +1091,17 @@ contains
 
   ! Makes a batch of the arrays that are present. It points to tensors, which point to the arrays.
   subroutine batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
-      attention_mask, cum_seqlens_q, cum_seqlens_k)
+      attention_mask, cum_seqlens_q, cum_seqlens_k, key_list_offsets, key_list_indices, &
+      key_list_ends, key_list_bias)
     type(annulus_batch), intent(out) :: batch
-    type(annulus_tensor), intent(inout), target :: tensors(7)
+    type(annulus_tensor), intent(inout), target :: tensors(11)
     integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
     integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
     logical(c_bool), intent(in), target, optional :: attention_mask(:, :, :, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
+    integer(c_int64_t), intent(in), target, optional :: key_list_offsets(:, :, :)
+    integer(c_int64_t), intent(in), target, optional :: key_list_indices(:), key_list_ends(:)
+    real(c_double), intent(in), target, optional :: key_list_bias(:)
     batch%struct_size = int(c_sizeof(batch), c_int64_t)
     batch%q_segment_ids = described(tensors(1), ANNULUS_I32, q_segment_ids)
     batch%kv_segment_ids = described(tensors(2), ANNULUS_I32, kv_segment_ids)
@@ -1092,6 +1110,10 @@ contains
     batch%attention_mask = described(tensors(5), ANNULUS_BOOL, attention_mask)
     batch%cum_seqlens_q = described(tensors(6), ANNULUS_I64, cum_seqlens_q)
     batch%cum_seqlens_k = described(tensors(7), ANNULUS_I64, cum_seqlens_k)
+    batch%key_list_offsets = described(tensors(8), ANNULUS_I64, key_list_offsets)
+    batch%key_list_indices = described(tensors(9), ANNULUS_I64, key_list_indices)
+    batch%key_list_ends = described(tensors(10), ANNULUS_I64, key_list_ends)
+    batch%key_list_bias = described(tensors(11), ANNULUS_F64, key_list_bias)
   end subroutine batch_of
 
   ! The tensor of an array of one to four axes. Its strides are the distances of the first element
@@ -1171,21 +1193,36 @@ contains
   end function tensor_bool
 
   ! Adapts the plan to a batch, which stays in force; without arguments it removes the last one.
-  ! Collective.
+  ! Keys of lists count from 0, as all rows do. Collective.
   function annulus_plan_update(plan, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
-      attention_mask, cum_seqlens_q, cum_seqlens_k) result(status)
+      attention_mask, cum_seqlens_q, cum_seqlens_k, key_list_offsets, key_list_indices, &
+      key_list_ends, key_list_bias) result(status)
     type(c_ptr), intent(in) :: plan
     integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
     integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
     logical(c_bool), intent(in), target, optional :: attention_mask(:, :, :, :)
     integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
+    integer(c_int64_t), intent(in), target, optional :: key_list_offsets(:, :, :)
+    integer(c_int64_t), intent(in), target, optional :: key_list_indices(:), key_list_ends(:)
+    real(c_double), intent(in), target, optional :: key_list_bias(:)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(7)
+    type(annulus_tensor), target :: tensors(11)
     type(annulus_batch), target :: batch
     call batch_of(batch, tensors, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
-                  attention_mask, cum_seqlens_q, cum_seqlens_k)
+                  attention_mask, cum_seqlens_q, cum_seqlens_k, key_list_offsets, &
+                  key_list_indices, key_list_ends, key_list_bias)
     status = c_update(plan, c_loc(batch))
   end function annulus_plan_update
+
+  ! Writes the gradient of key_list_bias that the last backward pass has computed.
+  function annulus_plan_list_bias_gradient(plan, dkey_list_bias) result(status)
+    type(c_ptr), intent(in) :: plan
+    real(c_double), intent(out), target, contiguous :: dkey_list_bias(:)
+    integer(c_int) :: status
+    integer(c_int64_t) :: count
+    status = c_list_bias_gradient(plan, c_loc(dkey_list_bias), &
+                                  size(dkey_list_bias, kind=c_int64_t), count)
+  end function annulus_plan_list_bias_gradient
 
   ! The forward pass over arrays whose elements are all of one type.
   function forward_of(plan, dtype, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) &

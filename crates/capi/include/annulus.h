@@ -768,6 +768,26 @@ typedef struct annulus_batch {
    * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64.
    */
   const struct annulus_tensor *cum_seqlens_k;
+  /**
+   * `[batch or 1, groups, q rows + 1, 1]`, ANNULUS_I32 or ANNULUS_I64: list n of a group of query
+   * heads has the entries offsets[n] to offsets[n + 1] - 1; groups follow each other. A pair is
+   * visible only if it is listed.
+   */
+  const struct annulus_tensor *key_list_offsets;
+  /**
+   * `[entries, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64: global key rows, ascending in each list.
+   */
+  const struct annulus_tensor *key_list_indices;
+  /**
+   * As key_list_indices: an entry is then the range of keys from its index to before its end.
+   * NULL: an entry is one key.
+   */
+  const struct annulus_tensor *key_list_ends;
+  /**
+   * `[listed pairs, 1, 1, 1]`, ANNULUS_F32 or ANNULUS_F64: one number that is added to the score
+   * of each listed pair. Its gradient: annulus_plan_list_bias_gradient. NULL: 0.
+   */
+  const struct annulus_tensor *key_list_bias;
 } annulus_batch;
 
 /**
@@ -1850,14 +1870,33 @@ int annulus_plan_kv_rows(const struct annulus_plan *plan,
                          int64_t *count);
 
 /**
+ * Writes the gradient of the batch's key_list_bias that the last backward pass has computed to
+ * `numbers`, in the order of the listed pairs, and their number to `*count`. Local.
+ *
+ * `numbers` has room for `capacity` numbers. With NULL as `numbers` and 0 as `capacity` only the
+ * number is written.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if there is too little room, or no key_list_bias.
+ *
+ * Safety
+ * `numbers` points to `capacity` writable numbers, `count` to one.
+ */
+int annulus_plan_list_bias_gradient(const struct annulus_plan *plan,
+                                    double *numbers,
+                                    int64_t capacity,
+                                    int64_t *count);
+
+/**
  * Adapts the plan to a new batch, which stays in force until the next call: segment ids,
- * positions, packed lengths, dense mask. NULL removes them all. The tensors are copied.
+ * positions, packed lengths, dense mask, key lists. NULL removes them all. The tensors are copied.
  *
  * Collective over the ranks. Layout and route stay; the schedule is derived anew.
  *
  * Errors
- * ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
- * ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch
+ * ANNULUS_INVALID_ARGUMENT, with the name of the tensor (of key lists also row and entry),
+ * ANNULUS_UNSUPPORTED and ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere;
+ * ANNULUS_RANK_MISMATCH: the old batch
  * stays in force on all ranks. As annulus_forward if communication
  * fails.
  *

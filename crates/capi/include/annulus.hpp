@@ -147,13 +147,16 @@ struct options : annulus_options {
   options() { detail::check(annulus_options_init(this, sizeof(annulus_options))); }
 };
 
-/* Segment ids, positions, packed lengths and a dense mask; M is the type of the mask's elements. */
+/* Segment ids, positions, packed lengths, a dense mask and key lists; M is the type of the mask's
+   elements. */
 template <class M = bool>
 struct batch {
   std::optional<view<const std::int32_t>> q_segment_ids, kv_segment_ids;
   std::optional<view<const std::int64_t>> q_positions, kv_positions;
   std::optional<view<const M>> attention_mask;
   std::optional<view<const std::int64_t>> cum_seqlens_q, cum_seqlens_k;
+  std::optional<view<const std::int64_t>> key_list_offsets, key_list_indices, key_list_ends;
+  std::optional<view<const double>> key_list_bias;
 };
 
 namespace detail {
@@ -169,6 +172,10 @@ annulus_batch get(const batch<M> &of) noexcept {
   all.attention_mask = get(of.attention_mask);
   all.cum_seqlens_q = get(of.cum_seqlens_q);
   all.cum_seqlens_k = get(of.cum_seqlens_k);
+  all.key_list_offsets = get(of.key_list_offsets);
+  all.key_list_indices = get(of.key_list_indices);
+  all.key_list_ends = get(of.key_list_ends);
+  all.key_list_bias = get(of.key_list_bias);
   return all;
 }
 /* The number that read(handle, value) writes. */
@@ -433,6 +440,16 @@ class plan {
   /* Global rows of this rank, in the order of its tensors. */
   std::vector<std::int64_t> q_rows() const { return rows(annulus_plan_q_rows); }
   std::vector<std::int64_t> kv_rows() const { return rows(annulus_plan_kv_rows); }
+
+  /* The gradient of key_list_bias that the last backward pass has computed. */
+  std::vector<double> list_bias_gradient() const {
+    std::int64_t count = 0;
+    detail::check(annulus_plan_list_bias_gradient(get(), nullptr, 0, &count));
+    std::vector<double> all(static_cast<std::size_t>(count));
+    if (count > 0)
+      detail::check(annulus_plan_list_bias_gradient(get(), all.data(), count, &count));
+    return all;
+  }
 
   /* Adapts the plan to a batch. Collective. */
   template <class M>

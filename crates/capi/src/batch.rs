@@ -1,12 +1,17 @@
-//! Segment ids, positions, packed lengths and dense masks of a batch.
+//! Segment ids, positions, packed lengths, dense masks and key lists of a batch.
 
-use annulus::{Batch, Error, Result, mask::DenseMask};
+use std::sync::Arc;
+
+use annulus::{
+    Batch, Error, Result,
+    mask::{DenseMask, KeyLists},
+};
 use annulus_core::memory;
-use ndarray::Array2;
+use ndarray::{Array2, Ix1};
 
 use crate::{
     fields::{self, Versioned},
-    tensor::{ANNULUS_I32, ANNULUS_I64, Checked, annulus_tensor},
+    tensor::{ANNULUS_F32, ANNULUS_F64, ANNULUS_I32, ANNULUS_I64, Checked, annulus_tensor},
 };
 
 /// The part of a batch that decides which pairs are visible. NULL: no such condition.
@@ -36,6 +41,18 @@ pub struct annulus_batch {
     pub cum_seqlens_q: *const annulus_tensor,
     /// `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64.
     pub cum_seqlens_k: *const annulus_tensor,
+    /// `[batch or 1, groups, q rows + 1, 1]`, ANNULUS_I32 or ANNULUS_I64: list n of a group of query
+    /// heads has the entries offsets[n] to offsets[n + 1] - 1; groups follow each other. A pair is
+    /// visible only if it is listed.
+    pub key_list_offsets: *const annulus_tensor,
+    /// `[entries, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64: global key rows, ascending in each list.
+    pub key_list_indices: *const annulus_tensor,
+    /// As key_list_indices: an entry is then the range of keys from its index to before its end.
+    /// NULL: an entry is one key.
+    pub key_list_ends: *const annulus_tensor,
+    /// `[listed pairs, 1, 1, 1]`, ANNULUS_F32 or ANNULUS_F64: one number that is added to the score
+    /// of each listed pair. Its gradient: annulus_plan_list_bias_gradient. NULL: 0.
+    pub key_list_bias: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -64,10 +81,60 @@ impl annulus_batch {
                 q_positions: rows("q_positions", self.q_positions, ANNULUS_I64, |at| at)?,
                 kv_positions: rows("kv_positions", self.kv_positions, ANNULUS_I64, |at| at)?,
                 attention_mask: mask(self.attention_mask)?,
-                key_lists: None,
+                key_lists: self.key_lists()?.map(Arc::new),
                 cum_seqlens_q: numbers("cum_seqlens_q", self.cum_seqlens_q)?,
                 cum_seqlens_k: numbers("cum_seqlens_k", self.cum_seqlens_k)?,
             })
+        }
+    }
+}
+
+impl annulus_batch {
+    /// Copies the key lists.
+    ///
+    /// # Safety
+    /// As [`annulus_batch::copy`].
+    unsafe fn key_lists(&self) -> Result<Option<KeyLists>> {
+        // SAFETY: as the caller promises, for all of them
+        unsafe {
+            let indices = numbers("key_list_indices", self.key_list_indices)?;
+            let ends = numbers("key_list_ends", self.key_list_ends)?;
+            let bias = Checked::read_optional("key_list_bias", self.key_list_bias)?;
+            let offsets = Checked::read_optional("key_list_offsets", self.key_list_offsets)?;
+            let Some(offsets) = offsets else {
+                let others =
+                    [indices.is_some(), ends.is_some(), bias.is_some()].into_iter().any(|is| is);
+                let want = "offsets, since other arrays of key lists are given";
+                return match others {
+                    true => Err(Error::invalid("key_list_offsets", "NULL", want)),
+                    false => Ok(None),
+                };
+            };
+            let Some(indices) = indices else {
+                return Err(Error::invalid("key_list_indices", "NULL", "those of the offsets"));
+            };
+            offsets.expect(|element| [ANNULUS_I32, ANNULUS_I64].contains(&element.constant))?;
+            let [batches, groups, lists, 1] = offsets.dims else {
+                return Err(too_many_axes(&offsets, "[batch or 1, groups, q rows + 1, 1]"));
+            };
+            let mut planes: Vec<i64> = memory::list("key_list_offsets", batches * groups * lists)?;
+            for (b, g) in (0..batches).flat_map(|b| (0..groups).map(move |g| (b, g))) {
+                planes.extend((0..lists).map(|list| offsets.integer([b, g, list, 0])));
+            }
+            let planes = KeyLists::joined_offsets(planes.chunks_exact(lists.max(1)))?;
+            let lists =
+                KeyLists::from_arrays([batches, groups], &planes, &indices, ends.as_deref())?;
+            let Some(bias) = bias else { return Ok(Some(lists)) };
+            let bias = match bias.view::<f64, Ix1>() {
+                Ok(bias) => memory::collect("key_list_bias", bias.len(), bias.iter().copied())?,
+                Err(_) => {
+                    bias.expect(|element| [ANNULUS_F32, ANNULUS_F64].contains(&element.constant))?;
+                    let bias = bias.view::<f32, Ix1>()?;
+                    let wide = bias.iter().copied().map(f64::from);
+                    memory::collect("key_list_bias", bias.len(), wide)?
+                }
+            };
+            lists.with_bias(bias).map(Some)
         }
     }
 }
@@ -126,7 +193,7 @@ unsafe fn numbers(name: &'static str, tensor: *const annulus_tensor) -> Result<O
     };
     tensor.expect(|element| [ANNULUS_I32, ANNULUS_I64].contains(&element.constant))?;
     let [count, 1, 1, 1] = tensor.dims else {
-        return Err(too_many_axes(&tensor, "[sequences + 1, 1, 1, 1]"));
+        return Err(too_many_axes(&tensor, "[numbers, 1, 1, 1]"));
     };
     // SAFETY: the index is below the length, of an integer type
     let all = (0..count).map(|index| unsafe { tensor.integer([index, 0, 0, 0]) });

@@ -603,14 +603,49 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
     guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
 
+/// Writes the gradient of the batch's key_list_bias that the last backward pass has computed to
+/// `numbers`, in the order of the listed pairs, and their number to `*count`. Local.
+///
+/// `numbers` has room for `capacity` numbers. With NULL as `numbers` and 0 as `capacity` only the
+/// number is written.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, also if there is too little room, or no key_list_bias.
+///
+/// # Safety
+/// `numbers` points to `capacity` writable numbers, `count` to one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_list_bias_gradient(
+    plan: *const annulus_plan,
+    numbers: *mut f64,
+    capacity: i64,
+    count: *mut i64,
+) -> c_int {
+    let of = |planned: &ProcessPlan| match planned {
+        ProcessPlan::Ring(ring) => ring.list_bias_gradient(),
+        ProcessPlan::Rank(plan) => plan.list_bias_gradient(),
+        #[cfg(feature = "cuda")]
+        ProcessPlan::Device(_) => None,
+    };
+    let of = || {
+        let all = PLANS.with(plan, |state| Ok(of(state.plan_mut()?)))?;
+        let want = "one with a key_list_bias, after a backward pass";
+        let all = all.ok_or_else(|| Error::invalid("plan", "a plan without gradients", want))?;
+        Ok((all.len(), all.into_iter()))
+    };
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_list(("numbers", numbers), capacity, ("count", count), 0, of) })
+}
+
 /// Adapts the plan to a new batch, which stays in force until the next call: segment ids,
-/// positions, packed lengths, dense mask. NULL removes them all. The tensors are copied.
+/// positions, packed lengths, dense mask, key lists. NULL removes them all. The tensors are copied.
 ///
 /// Collective over the ranks. Layout and route stay; the schedule is derived anew.
 ///
 /// # Errors
-/// ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
-/// ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch
+/// ANNULUS_INVALID_ARGUMENT, with the name of the tensor (of key lists also row and entry),
+/// ANNULUS_UNSUPPORTED and ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere;
+/// ANNULUS_RANK_MISMATCH: the old batch
 /// stays in force on all ranks. As [`annulus_forward`](crate::annulus_forward) if communication
 /// fails.
 ///

@@ -16,14 +16,14 @@ use annulus::{
     backend::{AnyBackend, BackendName},
     bias::{Alibi, BiasTable},
     half::{bf16, f16},
-    mask::{Axis, DenseMask, Edge, Neighborhood, Predicate},
+    mask::{Axis, DenseMask, Edge, KeyLists, Neighborhood, Predicate},
     planning::{CustomLayout, Runs},
 };
 use annulus_capi::*;
 use common::{
     args, attention, batch, described, last_error, ok, options, plan_of_threads, pointer, tensor,
 };
-use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
+use ndarray::{Array, Array1, Array2, Array3, Array4, Dimension, array};
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 23, kv_len: 23, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
@@ -99,6 +99,13 @@ fn answer<T: Element>(forward: &Forward<T>, gradients: &Backward<T>) -> Answer {
     Answer(answer)
 }
 
+impl Answer {
+    fn with_list_bias(mut self, gradient: Option<Vec<f64>>) -> Self {
+        self.0.extend(gradient.map(|of| ("dkey_list_bias", bits(&Array1::from_vec(of)))));
+        self
+    }
+}
+
 /// The answer of the facade.
 fn by_facade<T: Element>(
     setup: &Setup,
@@ -120,7 +127,7 @@ fn by_facade<T: Element>(
     let forward = ring.forward(&tensors).unwrap();
     let dlse = Some(data.dlse.view());
     let gradients = ring.backward(&tensors, &forward, data.dout.view(), dlse).unwrap();
-    answer(&forward, &gradients)
+    answer(&forward, &gradients).with_list_bias(ring.list_bias_gradient())
 }
 
 /// The answer of the C interface.
@@ -195,8 +202,19 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
         ok(annulus_forward(plan, &raw const args));
         ok(annulus_backward(plan, &raw const of_backward));
     }
+    let mut dlist_bias = None;
+    if case.batch.key_lists.as_ref().is_some_and(|lists| lists.bias().is_some()) {
+        let mut count = 0;
+        // SAFETY: pointers to locals, of as many numbers as the function says
+        unsafe {
+            ok(annulus_plan_list_bias_gradient(plan, ptr::null_mut(), 0, &raw mut count));
+            let numbers = dlist_bias.insert(vec![7.0; count as usize]);
+            let room = numbers.as_mut_ptr();
+            ok(annulus_plan_list_bias_gradient(plan, room, count, &raw mut count));
+        }
+    }
     ok(annulus_plan_destroy(plan));
-    answer(&forward, &gradients)
+    answer(&forward, &gradients).with_list_bias(dlist_bias)
 }
 
 fn update(plan: *mut annulus_plan, batch: &Batch) {
@@ -212,6 +230,20 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
     let at = at.map(|at| at.as_ref().map(|at| described(at, ANNULUS_I64)));
     let cum = lens.each_ref().map(|lens| lens.as_ref().map(|lens| described(lens, ANNULUS_I64)));
     let mask_tensor = mask.as_ref().map(|mask| described(mask, ANNULUS_BOOL));
+    let lists = batch.key_lists.as_deref();
+    let [offsets, keys, bias] = [lists, lists, lists.filter(|lists| lists.bias().is_some())];
+    let offsets = offsets.map(|lists| {
+        let [batches, groups, queries] = lists.shape();
+        Array3::from_shape_fn((batches, groups, queries + 1), |(b, g, q)| match q {
+            0 => lists.entries(b, g, 0).start as i64,
+            _ => lists.entries(b, g, q - 1).end as i64,
+        })
+    });
+    let keys = keys.map(|lists| lists.keys().iter().map(|&key| key as i32).collect::<Array1<_>>());
+    let bias = bias.and_then(|lists| Some(Array1::from_vec(lists.bias()?.to_vec())));
+    let offsets = offsets.as_ref().map(|offsets| described(offsets, ANNULUS_I64));
+    let keys = keys.as_ref().map(|keys| described(keys, ANNULUS_I32));
+    let bias = bias.as_ref().map(|bias| described(bias, ANNULUS_F64));
     let batch = annulus_batch {
         struct_size: size_of::<annulus_batch>() as u64,
         q_segment_ids: pointer(ids[0].as_ref()),
@@ -221,6 +253,10 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
         attention_mask: pointer(mask_tensor.as_ref()),
         cum_seqlens_q: pointer(cum[0].as_ref()),
         cum_seqlens_k: pointer(cum[1].as_ref()),
+        key_list_offsets: pointer(offsets.as_ref()),
+        key_list_indices: pointer(keys.as_ref()),
+        key_list_ends: ptr::null(),
+        key_list_bias: pointer(bias.as_ref()),
     };
     // SAFETY: the arrays outlive the call
     ok(unsafe { annulus_plan_update(plan, &raw const batch) });
@@ -597,7 +633,95 @@ fn batches() -> Vec<Case> {
                 ..Batch::default()
             },
         ),
+        with("key lists with a bias", listed([1, 1], true)),
+        with("key lists of groups and batch rows", listed([2, 2], false)),
     ]
+}
+
+/// A batch of key lists, most with several keys.
+fn listed([batches, groups]: [usize; 2], is_biased: bool) -> Batch {
+    let mut offsets = vec![0];
+    let mut keys = Vec::new();
+    for list in 0..batches * groups * 23 {
+        keys.extend((0..23).filter(|key| (list * 5 + key * 7) % 4 == list % 5));
+        offsets.push(keys.len() as u64);
+    }
+    let bias = (0..keys.len()).map(|pair| (pair % 9) as f64 * 0.25 - 1.0).collect();
+    let keys = keys.into_iter().map(|key| key as u32).collect();
+    let lists = KeyLists::by_group([batches, groups], offsets, keys).unwrap();
+    let lists = if is_biased { lists.with_bias(bias).unwrap() } else { lists };
+    Batch { key_lists: Some(Arc::new(lists)), ..Batch::default() }
+}
+
+#[test]
+fn ranges_of_keys_are_lists_and_bad_lists_change_nothing() {
+    let data = Data::<f32>::of(DIMS, None, None);
+    let plan = plan_of_threads(&options(DIMS), RANKS);
+    let (out, lse) = (Array4::<f32>::zeros((2, 23, 4, 6)), Array3::<f32>::zeros((2, 4, 23)));
+    let [q, k, v, to_out] = [&data.q, &data.k, &data.v, &out].map(tensor);
+    let (args, _) = args([&q, &k, &v, &to_out], [&to_out, &tensor(&lse)], [&q, &k, &v]);
+    // every query attends to the keys 3, 4 and 7
+    let offsets = Array3::from_shape_fn((1, 1, 24), |(_, _, q)| 2 * q as i32);
+    let starts = Array1::from_iter((0..46).map(|at| [3i32, 7][at % 2]));
+    let ends = Array1::from_iter((0..46).map(|at| [5i64, 8][at % 2]));
+    let [far, empty] = [24, 3].map(|end| {
+        let mut ends = ends.clone();
+        ends[9] = end;
+        ends
+    });
+    let offsets = described(&offsets, ANNULUS_I32);
+    let [starts, mut short] = [described(&starts, ANNULUS_I32); 2];
+    let [ends, far, empty] = [&ends, &far, &empty].map(|ends| described(ends, ANNULUS_I64));
+    short.dims[0] = 45;
+    let lists = annulus_batch {
+        key_list_offsets: &raw const offsets,
+        key_list_indices: &raw const starts,
+        key_list_ends: &raw const ends,
+        ..batch()
+    };
+    let want = by_facade(
+        &Setup::default(),
+        DIMS,
+        &data,
+        &Batch {
+            key_lists: Some(Arc::new(
+                KeyLists::new((0..24).map(|q| 3 * q).collect(), [3, 4, 7].repeat(23)).unwrap(),
+            )),
+            ..Batch::default()
+        },
+        BackendName::Cpu,
+    );
+    let refused = |batch: &annulus_batch, text: &str| {
+        // SAFETY: the arrays outlive the call
+        let status = unsafe { annulus_plan_update(plan, ptr::from_ref(batch)) };
+        assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+        assert!(last_error().contains(text), "{text}: {}", last_error());
+    };
+    let mut count = 0;
+    // SAFETY: all pointers are to locals, which nobody touches meanwhile
+    unsafe {
+        ok(annulus_plan_update(plan, &raw const lists));
+        refused(&annulus_batch { key_list_indices: &raw const short, ..lists }, "46 ends of 45");
+        refused(&annulus_batch { key_list_indices: ptr::null(), ..lists }, "key_list_indices");
+        refused(&annulus_batch { key_list_offsets: ptr::null(), ..lists }, "key_list_offsets");
+        refused(
+            &annulus_batch { key_list_bias: &raw const starts, ..lists },
+            "key_list_bias.dtype",
+        );
+        refused(
+            &annulus_batch { key_list_ends: &raw const far, ..lists },
+            "row 4, entry 18: key 23",
+        );
+        refused(
+            &annulus_batch { key_list_ends: &raw const empty, ..lists },
+            "row 4, entry 1: keys 7..3",
+        );
+        let status = annulus_plan_list_bias_gradient(plan, ptr::null_mut(), 0, &raw mut count);
+        assert_eq!(status, ANNULUS_INVALID_ARGUMENT, "{}", last_error());
+        ok(annulus_forward(plan, &raw const args));
+    }
+    assert!(bits(&out) == want.0[0].1, "the lists before the refused ones");
+    ok(annulus_plan_destroy(plan));
 }
 
 fn check<T: Element>(cases: &[Case]) {

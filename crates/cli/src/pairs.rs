@@ -55,7 +55,7 @@ pub(crate) fn visible_in_lists(
     keys: &Rows,
 ) -> Result<f64> {
     let q_heads = spec.dims.q_heads;
-    let key_lists = batch.key_lists.as_deref().map(|lists| ListedKeys { lists, q_heads });
+    let key_lists = batch.key_lists.as_deref().map(|lists| ListedKeys::new(lists, q_heads));
     let attention_mask = batch.attention_mask.as_ref();
     let visibility =
         Visibility { mask: spec.mask.as_ref(), attention_mask, key_lists, queries, keys };

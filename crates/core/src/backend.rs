@@ -192,13 +192,20 @@ pub trait Workspace: Send + 'static {
     /// If another rank then rejects the batch, the ring calls this again with the old one.
     fn update(&mut self, shard: &RankShard) -> Result<()>;
 
-    /// Refuses key lists that the workspace cannot compute. Default: those with a bias.
+    /// Refuses key lists that the workspace cannot compute; if `sends_queries`, queries are sent to
+    /// other ranks, with their lists ([`RankShard::received_lists`]). Default: refuses those with a
+    /// bias, and those of queries that are sent.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    fn check_lists(&self, lists: &KeyLists) -> Result<()> {
+    fn check_lists(&self, lists: &KeyLists, sends_queries: bool) -> Result<()> {
+        let by = "this backend: use cpu";
         match lists.bias() {
-            Some(_) => Err(Error::unsupported("key_list_bias", "this backend: use cpu")),
+            Some(_) => Err(Error::unsupported("key_list_bias", by)),
+            None if sends_queries => {
+                let what = "key_lists in a two-pass backward over several ranks";
+                Err(Error::unsupported(what, by))
+            }
             None => Ok(()),
         }
     }

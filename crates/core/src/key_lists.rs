@@ -63,17 +63,142 @@ impl KeyLists {
             return Err(Error::invalid(NAME, format!("{} offsets", offsets.len()), want));
         }
         let made = Self { batches, groups, queries: lists / planes, offsets, keys, bias: None };
-        made.check_offsets()?;
+        made.check_offsets(made.keys.len())?;
         made.check_order()?;
         Ok(made)
     }
 
-    fn check_offsets(&self) -> Result<()> {
-        let Self { offsets, keys, .. } = self;
-        if offsets.first() != Some(&0) || offsets.last() != Some(&(keys.len() as u64)) {
+    /// Creates lists from the numbers of another language: as [`KeyLists::by_group`], or with `ends`
+    /// from the ranges `keys[at]..ends[at]` of the entries `at`, ascending and not empty. Ranges take
+    /// the memory of their keys.
+    ///
+    /// # Errors
+    /// As [`KeyLists::by_group`], also for a number that no row can have; [`Error::OutOfMemory`].
+    pub fn from_arrays(
+        [batches, groups]: [usize; 2],
+        offsets: &[i64],
+        keys: &[i64],
+        ends: Option<&[i64]>,
+    ) -> Result<Self> {
+        let unsigned = |number: i64| u64::try_from(number).unwrap_or(u64::MAX);
+        let entries = memory::collect(NAME, offsets.len(), offsets.iter().copied().map(unsigned))?;
+        let queries = offsets.len().saturating_sub(1) / (batches * groups).max(1);
+        let named = Self { batches, groups, queries, offsets: entries, ..Self::default() };
+        let wrong = |at: usize, got: String, want: &str| {
+            let list = named.offsets.partition_point(|&offset| offset <= at as u64);
+            let list = list.saturating_sub(1);
+            let first = named.offsets.get(list).map_or(0, |&first| crate::index(first));
+            let entry = at.saturating_sub(first);
+            Error::invalid(NAME, format!("{}, entry {entry}: {got}", named.row(list)), want)
+        };
+        let row = |at: usize, key: i64| {
+            u32::try_from(key).map_err(|_| wrong(at, format!("key {key}"), "keys from 0"))
+        };
+        let Some(ends) = ends else {
+            let mut all = memory::list(NAME, keys.len())?;
+            for (at, &key) in keys.iter().enumerate() {
+                all.push(row(at, key)?);
+            }
+            return Self::by_group([batches, groups], named.offsets, all);
+        };
+        if ends.len() != keys.len() {
+            let got = format!("{} ends of {} ranges", ends.len(), keys.len());
+            return Err(Error::invalid(NAME, got, "one end for each range"));
+        }
+        named.check_offsets(keys.len())?;
+        let mut ranges: Vec<Range<u32>> = memory::list(NAME, keys.len())?;
+        for (at, (&start, &end)) in keys.iter().zip(ends).enumerate() {
+            let range = row(at, start)?..row(at, end)?;
+            if range.is_empty() {
+                return Err(wrong(at, format!("keys {start}..{end}"), "ranges of some keys"));
+            }
+            let is_first = named.offsets.binary_search(&(at as u64)).is_ok();
+            if let Some(before) =
+                ranges.last().filter(|before| !is_first && before.end > range.start)
+            {
+                let got = format!("keys {start}..{end} after {}..{}", before.start, before.end);
+                return Err(wrong(at, got, "ascending ranges, each key once"));
+            }
+            ranges.push(range);
+        }
+        let total: u64 = ranges.iter().map(|range| range.len() as u64).sum();
+        memory::check_available(NAME, total.saturating_mul(4))?;
+        let mut all = memory::list(NAME, crate::index(total))?;
+        let mut lowered = memory::list(NAME, named.offsets.len())?;
+        lowered.push(0);
+        for list in 0..named.offsets.len() - 1 {
+            ranges[named.span(list)].iter().for_each(|range| all.extend(range.clone()));
+            lowered.push(all.len() as u64);
+        }
+        Self::by_group([batches, groups], lowered, all)
+    }
+
+    /// Creates lists of `[q_len, kv_len]` pairs from selected blocks of keys: each query of block
+    /// number n, of `q_block` queries, attends to the blocks `blocks[offsets[n]..offsets[n + 1]]`
+    /// of `kv_block` keys. The last block of each side may be short.
+    ///
+    /// # Shapes
+    /// `offsets` `[batches · groups · ⌈q_len / q_block⌉ + 1]`.
+    ///
+    /// # Errors
+    /// As [`KeyLists::by_group`]; rows and entries are those of the blocks.
+    pub fn from_blocks(
+        planes: [usize; 2],
+        [q_len, kv_len]: [usize; 2],
+        [q_block, kv_block]: [usize; 2],
+        offsets: Vec<u64>,
+        blocks: Vec<u32>,
+    ) -> Result<Self> {
+        if q_block == 0 || kv_block == 0 {
+            let got = format!("blocks of {q_block} × {kv_block}");
+            return Err(Error::invalid(NAME, got, "blocks of some rows"));
+        }
+        let selected = Self::by_group(planes, offsets, blocks)?;
+        let [q_blocks, kv_blocks] = [q_len.div_ceil(q_block), kv_len.div_ceil(kv_block)];
+        let dims = Dims { kv_len: kv_blocks, ..Dims::new(planes[0], q_blocks, planes[1], 1) };
+        selected.validate(&dims, q_blocks)?;
+        let mut offsets = vec![0];
+        let [mut starts, mut ends] = [Vec::new(), Vec::new()];
+        for plane in 0..planes[0] * planes[1] {
+            for q in 0..q_len {
+                let entries = selected.span(plane * q_blocks + q / q_block);
+                for &block in &selected.keys[entries] {
+                    let start = block as usize * kv_block;
+                    starts.push(start as i64);
+                    ends.push(kv_len.min(start + kv_block) as i64);
+                }
+                offsets.push(starts.len() as i64);
+            }
+        }
+        Self::from_arrays(planes, &offsets, &starts, Some(&ends))
+    }
+
+    /// Returns one list of offsets from `[planes, queries + 1]` offsets, whose planes follow each
+    /// other.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] of planes with a gap.
+    pub fn joined_offsets<'a>(planes: impl IntoIterator<Item = &'a [i64]>) -> Result<Vec<i64>> {
+        let mut all: Vec<i64> = Vec::new();
+        for plane in planes {
+            let first = plane.first().copied();
+            if all.last().is_some_and(|&last| Some(last) != first) {
+                let want = "groups whose lists follow each other";
+                return Err(Error::invalid(NAME, "offsets with gaps", want));
+            }
+            let skipped = usize::from(!all.is_empty());
+            memory::reserve(NAME, &mut all, plane.len())?;
+            all.extend(plane.iter().skip(skipped));
+        }
+        Ok(all)
+    }
+
+    fn check_offsets(&self, entries: usize) -> Result<()> {
+        let offsets = &self.offsets;
+        if offsets.first() != Some(&0) || offsets.last() != Some(&(entries as u64)) {
             let [first, last] =
                 [offsets.first(), offsets.last()].map(|of| of.copied().unwrap_or(0));
-            let want = format!("offsets from 0 to {}, the number of indices", keys.len());
+            let want = format!("offsets from 0 to {entries}, the number of indices");
             return Err(Error::invalid(NAME, format!("offsets from {first} to {last}"), want));
         }
         match offsets.windows(2).position(|pair| pair[0] > pair[1]) {
@@ -235,11 +360,95 @@ impl KeyLists {
     }
 }
 
+impl KeyLists {
+    /// Returns, without a bias, the lists of the query rows `rows`, in that order, and of their keys
+    /// those that `keeps` accepts.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn restrict(&self, rows: &[u64], keeps: impl Fn(u32) -> bool) -> Result<Self> {
+        let Self { batches, groups, .. } = *self;
+        let mut offsets = memory::list(NAME, batches * groups * rows.len() + 1)?;
+        let mut keys = Vec::new();
+        offsets.push(0);
+        for plane in 0..batches * groups {
+            for &q in rows {
+                let list =
+                    &self.keys[self.entries(plane / groups, plane % groups, crate::index(q))];
+                memory::reserve(NAME, &mut keys, list.len())?;
+                keys.extend(list.iter().copied().filter(|&key| keeps(key)));
+                offsets.push(keys.len() as u64);
+            }
+        }
+        Ok(Self { batches, groups, queries: rows.len(), offsets, keys, bias: None })
+    }
+
+    /// Returns the number of keys of each list, one list after another.
+    pub fn counts(&self) -> impl Iterator<Item = u64> + '_ {
+        self.offsets.windows(2).map(|pair| pair[1] - pair[0])
+    }
+}
+
 impl std::fmt::Debug for KeyLists {
     /// Writes the shape, the number of pairs, and whether there is a bias.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let bias = if self.bias.is_some() { " with bias" } else { "" };
         write!(f, "KeyLists({:?}, {} pairs{bias})", self.shape(), self.len())
+    }
+}
+
+/// Lists of queries of other ranks, in a two-pass backward: of their keys, those of this rank.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ReceivedLists {
+    /// Row numbers of the queries, ascending.
+    rows: Vec<u64>,
+    lists: KeyLists,
+}
+
+impl ReceivedLists {
+    /// Merges lists of one shape, each with the row numbers of its queries, all different.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn merge([batches, groups]: [usize; 2], parts: &[(Vec<u64>, KeyLists)]) -> Result<Self> {
+        let count = parts.iter().map(|(rows, _)| rows.len()).sum();
+        let numbered = parts.iter().enumerate().flat_map(|(part, (rows, _))| {
+            rows.iter().enumerate().map(move |(q, &row)| (row, part, q))
+        });
+        let mut order = memory::collect(NAME, count, numbered)?;
+        order.sort_unstable();
+        let rows = memory::collect(NAME, count, order.iter().map(|&(row, ..)| row))?;
+        let mut offsets = memory::list(NAME, batches * groups * count + 1)?;
+        let mut keys = memory::list(NAME, parts.iter().map(|(_, lists)| lists.len()).sum())?;
+        offsets.push(0);
+        for plane in 0..batches * groups {
+            for &(_, part, q) in &order {
+                let lists = &parts[part].1;
+                keys.extend_from_slice(
+                    &lists.keys[lists.entries(plane / groups, plane % groups, q)],
+                );
+                offsets.push(keys.len() as u64);
+            }
+        }
+        let lists = KeyLists { batches, groups, queries: count, offsets, keys, bias: None };
+        Ok(Self { rows, lists })
+    }
+
+    /// Returns the lists of the queries with the row numbers `rows`, in that order; a query that no
+    /// rank sent has an empty list. Reuses the memory of `index`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn of_rows<'a>(
+        &'a self,
+        rows: &[u64],
+        q_heads: usize,
+        index: &'a mut Vec<usize>,
+    ) -> Result<ListedKeys<'a>> {
+        index.clear();
+        memory::reserve(NAME, index, rows.len())?;
+        index.extend(rows.iter().map(|row| self.rows.binary_search(row).unwrap_or(usize::MAX)));
+        Ok(ListedKeys { lists: &self.lists, q_heads, index: Some(index) })
     }
 }
 
@@ -250,9 +459,16 @@ pub struct ListedKeys<'a> {
     pub lists: &'a KeyLists,
     /// Query heads of the attention, which the groups of the lists divide.
     pub q_heads: usize,
+    /// Number in the lists of each query of the pass, unless they are the same.
+    index: Option<&'a [usize]>,
 }
 
 impl<'a> ListedKeys<'a> {
+    /// Creates the lists of a pass over the queries of `lists`.
+    pub const fn new(lists: &'a KeyLists, q_heads: usize) -> Self {
+        Self { lists, q_heads, index: None }
+    }
+
     /// Returns the group of a query head.
     pub const fn group(&self, head: usize) -> usize {
         match (head * self.lists.groups).checked_div(self.q_heads) {
@@ -263,6 +479,7 @@ impl<'a> ListedKeys<'a> {
 
     /// Returns the listed keys of one query, ascending row numbers of the whole sequence.
     pub fn keys(&self, batch: usize, head: usize, q: usize) -> &'a [u32] {
+        let q = self.index.map_or(q, |index| index[q]);
         &self.lists.keys[self.lists.entries(batch, self.group(head), q)]
     }
 
@@ -302,17 +519,42 @@ mod tests {
     }
 
     #[test]
+    fn ranges_and_blocks_are_the_lists_of_their_keys() {
+        let lists = KeyLists::from_arrays([1, 1], &[0, 2, 2, 3], &[1, 4, 0], Some(&[3, 5, 2]));
+        assert_eq!(lists, KeyLists::new(vec![0, 3, 3, 5], vec![1, 2, 4, 0, 1]));
+        // 2 groups, blocks of 2 queries and 3 keys, of 3 queries and 7 keys
+        let of_blocks =
+            |blocks| KeyLists::from_blocks([1, 2], [3, 7], [2, 3], vec![0, 2, 2, 2, 3], blocks);
+        let keys = vec![0, 1, 2, 6, 0, 1, 2, 6, 3, 4, 5];
+        let want = KeyLists::by_group([1, 2], vec![0, 4, 8, 8, 8, 8, 11], keys);
+        assert_eq!(of_blocks(vec![0, 2, 1]), want);
+        let far = refused(of_blocks(vec![0, 3, 1]));
+        assert!(far.contains("row 0 of group 0, entry 1: key 3"), "{far}");
+        let bad = |offsets: &[i64], keys: &[i64], ends: &[i64], text: &str| {
+            let error = refused(KeyLists::from_arrays([1, 1], offsets, keys, Some(ends)));
+            assert!(error.contains(text), "{error}");
+        };
+        bad(&[0, 1, 2], &[0, 4], &[1, 4], "row 1, entry 0: keys 4..4");
+        bad(&[0, 2], &[0, 2], &[3, 4], "row 0, entry 1: keys 2..4 after 0..3");
+        bad(&[0, 1, 3], &[5, 0, -2], &[9, 1, 1], "row 1, entry 1: key -2");
+        bad(&[0, 1], &[0], &[1, 2], "2 ends of 1 ranges");
+        bad(&[0, -1], &[0], &[1], "offsets from 0");
+        let negative = KeyLists::from_arrays([1, 2], &[0, 1, 2], &[3, -1], None);
+        assert!(refused(negative).contains("row 0 of group 1, entry 0: key -1"));
+    }
+
+    #[test]
     fn lists_follow_their_queries_groups_and_batch_rows() {
         // [2 batch rows, 2 groups, 2 queries]
         let offsets = vec![0, 1, 3, 3, 4, 5, 6, 7, 9];
         let lists = KeyLists::by_group([2, 2], offsets, vec![5, 1, 2, 0, 7, 8, 3, 4, 6]).unwrap();
         let lists = lists.with_bias((0..9).map(f64::from).collect()).unwrap();
-        let listed = ListedKeys { lists: &lists, q_heads: 4 };
+        let listed = ListedKeys::new(&lists, 4);
         assert_eq!(listed.keys(0, 1, 1), [1, 2]);
         assert_eq!(listed.keys(0, 3, 1), [0]);
         assert!(listed.contains(1, 2, 1, 6) && !listed.contains(1, 1, 1, 6));
         let turned = lists.select_queries(&[1, 0, 7]).unwrap();
-        let listed = ListedKeys { lists: &turned, q_heads: 4 };
+        let listed = ListedKeys::new(&turned, 4);
         assert_eq!((listed.keys(0, 0, 0), listed.keys(0, 0, 1)), (&[1, 2][..], &[5][..]));
         assert!(listed.keys(1, 3, 2).is_empty());
         let entries = turned.entries(1, 1, 0);

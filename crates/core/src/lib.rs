@@ -79,7 +79,7 @@ pub use fingerprint::Fingerprint;
 pub use gpu_tiles::{GqaPacking, RangeLists};
 pub use host_rows::RowSegment;
 pub use key_intervals::KeyIntervals;
-pub use key_lists::{KeyLists, ListedKeys};
+pub use key_lists::{KeyLists, ListedKeys, ReceivedLists};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
 pub use listed_pairs::{ListedPairs, TransposedPairs};

@@ -88,6 +88,12 @@ impl ListedPairs {
         Ok(())
     }
 
+    /// Marks the queries with a visible pair.
+    pub fn mark_queries(&self, attends: &mut [bool]) {
+        let lists = self.offsets.windows(2).enumerate().filter(|(_, pair)| pair[0] < pair[1]);
+        lists.for_each(|(list, _)| attends[list % self.queries] = true);
+    }
+
     /// Returns the number of lists' heads: those that differ.
     pub const fn heads(&self) -> usize {
         self.heads

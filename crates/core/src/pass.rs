@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::{
-    DenseMask, Error, KeyLists, ListedKeys, RankLeaves, Result, RowLayout, Rows, Space, Spec,
-    Visibility,
+    DenseMask, Error, KeyLists, ListedKeys, RankLeaves, ReceivedLists, Result, RowLayout, Rows,
+    Space, Spec, Visibility,
 };
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
@@ -20,6 +20,8 @@ pub struct RankShard {
     pub attention_mask: Option<Arc<DenseMask>>,
     /// Key lists `[b|1, groups, local q_len]` of global key rows.
     pub key_lists: Option<Arc<KeyLists>>,
+    /// Key lists of the queries that others send (two-pass backward).
+    pub received_lists: Option<Arc<ReceivedLists>>,
     /// Maximum rows of a KV block, this rank's own included.
     pub most_block_rows: u64,
     /// Maximum rows of a query block, this rank's own included (two-pass backward).
@@ -47,7 +49,7 @@ impl RankShard {
     pub fn visibility<'a>(&'a self, queries: &'a Rows, keys: &'a Rows) -> Visibility<'a> {
         let attention_mask = self.attention_mask.as_deref();
         let q_heads = self.spec.dims.q_heads;
-        let key_lists = self.key_lists.as_deref().map(|lists| ListedKeys { lists, q_heads });
+        let key_lists = self.key_lists.as_deref().map(|lists| ListedKeys::new(lists, q_heads));
         Visibility { mask: self.spec.mask.as_ref(), attention_mask, key_lists, queries, keys }
     }
 }

@@ -26,8 +26,8 @@ pub use machine::{ComputeRate, Link, Machine, Prediction};
 pub use needs::{Needs, NeedsIndex};
 pub use ring_shards::RingShards;
 pub use schedule::{
-    Choice, Group, Message, RankNeeds, RankSchedule, RingTraffic, Route, Schedule, Step, Traffic,
-    Violation, ViolationKind, Work, WorkMatrix,
+    Choice, Group, Message, OwnerPairs, RankNeeds, RankSchedule, RingTraffic, Route, Schedule,
+    Step, Traffic, Violation, ViolationKind, Work, WorkMatrix, needed_rows,
 };
 pub use strategy::{
     ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,

@@ -158,7 +158,7 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<()> {
     let PassState { shard, geometry, k_rows, scratch, query_tiles, .. } = state;
-    let PassState { key_leaves, bias_gradient, received_mask, .. } = state;
+    let PassState { key_leaves, bias_gradient, received_mask, received_index, .. } = state;
     let spec = &*shard.spec;
     let record = QueryRecord::of(shard);
     let bytes = block.buffer.bytes();
@@ -167,12 +167,21 @@ pub(crate) fn backward_dkv_from_queries<E: TileInput>(
     let source = |field| TileSource::<E>::records(bytes, queries.len(), &record.layout, field);
     let bias_was_sent = record.bias::<Acc<E>>(bytes, queries.len())?;
     let mask_was_sent = record.mask(bytes, queries.len(), spec.dims.kv_len, received_mask)?;
-    if queries.rows() != shard.queries.rows() {
+    let own = shard.visibility(queries, keys);
+    let key_lists = if queries.rows() == shard.queries.rows() {
+        own.key_lists
+    } else {
         reject_missing_rows(shard, bias_was_sent.is_some(), mask_was_sent)?;
-    }
+        match &shard.received_lists {
+            Some(lists) => {
+                Some(lists.of_rows(queries.rows(), spec.dims.q_heads, received_index)?)
+            }
+            None => None,
+        }
+    };
     let attention_mask =
         if mask_was_sent { Some(&*received_mask) } else { shard.attention_mask.as_deref() };
-    let visibility = Visibility { attention_mask, ..shard.visibility(queries, keys) };
+    let visibility = Visibility { attention_mask, key_lists, ..own };
     let bias = match bias_was_sent {
         Some(bias) => Some(bias),
         None => inputs.bias.map(|bias| array("bias", bias)).transpose()?,
@@ -215,7 +224,7 @@ fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Res
     if shard.attention_mask.is_some() && !has_mask {
         return Err(Error::unsupported("attention_mask", by));
     }
-    if shard.key_lists.is_some() {
+    if shard.key_lists.is_some() && shard.received_lists.is_none() {
         return Err(Error::unsupported("key_lists", by));
     }
     match shard.spec.bias {

@@ -170,6 +170,8 @@ pub(crate) struct PassState<A> {
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
     pub(crate) received_mask: DenseMask,
+    /// Numbers of received queries in [`RankShard::received_lists`].
+    pub(crate) received_index: Vec<usize>,
     /// Pairs of key lists in the block that is computed on.
     pub(crate) listed: ListedBlock,
     /// Gradient of the bias of the key lists, one number for each listed pair.
@@ -368,6 +370,7 @@ impl<A: Real> PassState<A> {
             arrivals: LeafArrivals::default(),
             key_leaves,
             received_mask: DenseMask::default(),
+            received_index: Vec::new(),
             listed: ListedBlock::default(),
             list_bias_gradient: Vec::new(),
             tile_list_bias: None,
@@ -466,6 +469,7 @@ impl<A: Real> PassState<A> {
             + self.arrivals.bytes()
             + self.key_leaves.bytes()
             + self.received_mask.bytes()
+            + list_bytes(&self.received_index)
             + self.listed.bytes()
             + list_bytes(&self.list_bias_gradient)
             + self.tile_list_bias.as_ref().map_or(0, ListBiasSums::bytes)

@@ -174,6 +174,7 @@ impl<E: Element> Rank<E> {
             keys: shard(Side::Kv),
             attention_mask: batch.attention_mask.clone().map(Arc::new),
             key_lists: batch.key_lists.clone(),
+            received_lists: None,
             most_block_rows: most(Side::Kv, dims.kv_len),
             most_query_rows: most(Side::Q, dims.q_len),
             leaves: None,

@@ -102,6 +102,7 @@ fn shard() -> Result<RankShard> {
         keys: rows,
         attention_mask: None,
         key_lists: None,
+        received_lists: None,
         most_block_rows: 4,
         most_query_rows: 4,
         leaves: None,

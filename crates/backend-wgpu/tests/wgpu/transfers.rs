@@ -331,6 +331,7 @@ fn shard(rows: u64) -> Result<RankShard> {
         keys: rows,
         attention_mask: None,
         key_lists: None,
+        received_lists: None,
         leaves: None,
     })
 }

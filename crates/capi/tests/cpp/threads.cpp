@@ -241,6 +241,31 @@ int main(int count, char **arguments) {
   file.close();
   check(file.good(), "written");
 
+  // lists of the own key alone: out is v, whatever is added to its score
+  std::vector<std::int64_t> offsets(len + 1), own(len);
+  for (std::int64_t row = 0; row <= len; row++) offsets[row] = row;
+  for (std::int64_t row = 0; row < len; row++) own[row] = row;
+  std::vector<double> added(len, 0.5);
+  annulus::batch<> listed;
+  const annulus::extents of_offsets(1, 1, len + 1);
+  listed.key_list_offsets = view<const std::int64_t>(offsets.data(), of_offsets);
+  listed.key_list_indices = view<const std::int64_t>(own.data(), annulus::extents(len));
+  listed.key_list_bias = view<const double>(added.data(), annulus::extents(len));
+  plan.update(listed);
+  plan.forward(outputs);
+  for (std::int64_t i = 0; i < value_dim; i++)
+    check(out[static_cast<std::size_t>(i)] == v[static_cast<std::size_t>(i)], "its own value");
+  plan.backward(tensors);
+  const auto dadded = plan.list_bias_gradient();
+  // one key has the probability 1: the gradient is that of lse alone
+  double dlse_of_row = 0;
+  for (std::int64_t of_head = 0; of_head < batch * q_heads; of_head++)
+    dlse_of_row += dlse[static_cast<std::size_t>(of_head * len)];
+  check(dadded.size() == len && std::abs(dadded[0] - dlse_of_row) < 1e-4, "list bias gradient");
+  own[2] = len;
+  refused([&] { plan.update(listed); }, "key_lists: got row 2, entry 0: key");
+  plan.update(annulus::batch<>());
+
   // errors
   refused([&] { plan.forward<float>({q_view, k_view, k_view, out_view, lse_view}); }, "v: got");
   std::vector<double> doubles(q.size());

@@ -189,6 +189,7 @@ program threads
   real(c_double), allocatable :: q64(:, :, :, :), k64(:, :, :, :), v64(:, :, :, :)
   real(c_double), allocatable :: out64(:, :, :, :), lse64(:, :, :)
   integer(c_int32_t), target :: ids(length, batch)
+  real(c_double) :: of_pairs(length)
   integer(c_int64_t), allocatable :: rows(:), other_rows(:)
   integer(c_int64_t), target :: starts(3)
 
@@ -258,6 +259,19 @@ program threads
   call ok(annulus_plan_update(plan, q_segment_ids=ids))
   call ok(annulus_forward(plan, q, k, v, out, lse))
   call check(all(out(:, 1, :, :) == v(:, 1, :, :)), 'rows that attend to themselves')
+
+  ! the same by key lists, also with a number a pair; a key that does not exist
+  call ok(annulus_plan_update(plan, &
+    key_list_offsets=reshape([(int(i, c_int64_t), i = 0, length)], [length + 1, 1, 1]), &
+    key_list_indices=[(int(i, c_int64_t), i = 0, length - 1)], &
+    key_list_bias=[(0.5_c_double, i = 1, length)]))
+  call ok(annulus_forward(plan, q, k, v, out, lse))
+  call check(all(out(:, 1, :, :) == v(:, 1, :, :)), 'lists of the own row')
+  call check(annulus_plan_list_bias_gradient(plan, of_pairs) == ANNULUS_SUCCESS, 'list bias')
+  call check(annulus_plan_update(plan, &
+    key_list_offsets=reshape([(int(i, c_int64_t), i = 0, length)], [length + 1, 1, 1]), &
+    key_list_indices=[(int(i, c_int64_t), i = 1, length)]) == ANNULUS_INVALID_ARGUMENT, 'no key')
+  call check(index(annulus_message(), 'key_lists: got row') == 1, 'named row')
   call ok(annulus_plan_update(plan))
   call ok(annulus_plan_destroy(plan))
   call check(annulus_plan_destroy(plan) == ANNULUS_INVALID_ARGUMENT, 'double destroy')

@@ -39,12 +39,13 @@ const EXAMPLES: &str = "Input tensors, by name:
   q_segment_ids [b, q]  kv_segment_ids [b, k]                     integers; negative is padding
   cum_seqlens_q [sequences + 1]  cum_seqlens_k [sequences + 1]    integers from 0
   q_positions [b, q]  kv_positions [b, k]                         integers
-  key_list_offsets [n·q + 1]  key_list_indices [pairs]            integers; n head groups
-  key_list_bias [pairs]                                           floats, without --backward
+  key_list_offsets [n·q + 1]  key_list_indices [entries]          integers; n head groups
+  key_list_ends [entries]                                         integers; entries are ranges
+  key_list_bias [pairs]                                           floats
   dout [b, q, h, dv]  dlse [b, h, q]                              floats, for --backward
 OutputFile tensors: out, lse; max, sum with --unnormalized;
   statistics [b, h, q, 3], head_statistics [h, 3, 2] with --statistics;
-  dq, dk, dv, dbias, dsoftmax_aux with --backward.
+  dq, dk, dv, dbias, dsoftmax_aux, dkey_list_bias with --backward.
 
 Examples:
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
@@ -228,10 +229,6 @@ impl AttendFlags {
         };
         if self.backward && !input.has("dout") {
             return needed("dout", "--backward", "--backward");
-        }
-        if self.backward && input.has("key_list_bias") {
-            let by = "annulus attend --backward, which writes no gradient of it";
-            return Err(annulus_core::Error::unsupported("key_list_bias", by).into());
         }
         if self.bias_table.is_some() && !input.has("bias") {
             return needed("bias", "--bias-table", "--bias");

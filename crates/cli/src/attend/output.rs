@@ -3,7 +3,7 @@
 use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
 
 use annulus::{Backward, Forward, comm::Descriptor};
-use annulus_core::{Dims, Element, Error, Fingerprint, Result, Runs, Spec};
+use annulus_core::{Dims, Element, Error, Fingerprint, KeyLists, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
@@ -88,6 +88,9 @@ pub(crate) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
                 all.push(PlannedTensor::new(name, sums, &entry.shape));
             }
         }
+        if let Some(entry) = input.tensors().get("key_list_bias") {
+            all.push(PlannedTensor::new("dkey_list_bias", sums, &entry.shape));
+        }
     }
     Ok(all)
 }
@@ -137,6 +140,30 @@ pub(super) fn write_backward<T: Element>(
         output.write_flat("dsoftmax_aux", 0, dense("dsoftmax_aux", dsinks)?)?;
     }
     Ok(())
+}
+
+/// Writes the gradient of the list bias of one rank, whose queries are `rows`. `lists` are those of
+/// all queries. Lists that follow each other are written at once.
+pub(super) fn write_list_bias<T: Element>(
+    output: &OutputFile,
+    lists: &KeyLists,
+    rows: &Runs,
+    gradient: &[f64],
+) -> Result<()> {
+    let mut rest = gradient.iter().map(|&number| T::Accumulator::from_f64(number));
+    let (mut first, mut values) = (0, Vec::new());
+    for group in 0..lists.shape()[1] {
+        for row in rows.iter() {
+            let entries = lists.entries(0, group, annulus_core::index(row.cast_unsigned()));
+            if entries.start != first + values.len() {
+                output.write_flat("dkey_list_bias", first, &values)?;
+                values.clear();
+                first = entries.start;
+            }
+            values.extend(rest.by_ref().take(entries.len()));
+        }
+    }
+    output.write_flat("dkey_list_bias", first, &values)
 }
 
 /// Writes one tensor. `array` returns the rows and values of a rank, or `None` if there are none.

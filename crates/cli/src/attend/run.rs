@@ -9,7 +9,7 @@ use annulus::{
     Plan, Report, Setup,
     comm::{Descriptor, trace::TraceLog},
 };
-use annulus_core::{Batch, Element, Result, Side, SinkShape, Spec};
+use annulus_core::{Batch, Element, Result, Runs, Side, SinkShape, Spec};
 use annulus_plan::Strategy;
 
 use super::{
@@ -242,7 +242,21 @@ impl AttendRun<'_> {
             Ok(gradients)
         })?;
         progress.phase("write", 0);
-        write(job, ranks, &gradients, |all| output::write_backward(output, spec, all, leader))
+        write(job, ranks, &gradients, |all| output::write_backward(output, spec, all, leader))?;
+        if !self.input.has("key_list_bias") {
+            return Ok(());
+        }
+        let gradient = |rank: &AttendRank<T>| {
+            (rank.plan.q_rows().clone(), rank.plan.list_bias_gradient().unwrap_or_default())
+        };
+        let gradients: Vec<(Runs, Vec<f64>)> = ranks.iter().map(gradient).collect();
+        job.run_local_phase([()], |_, ()| {
+            let Some(lists) = self.input.whole_key_lists()? else { return Ok(()) };
+            gradients.iter().try_for_each(|(rows, gradient)| {
+                output::write_list_bias::<T>(output, &lists, rows, gradient)
+            })
+        })?;
+        Ok(())
     }
 
     /// Prints a note on tensors with unknown names, if the input has some.

@@ -30,7 +30,7 @@ enum Kind {
 /// Input tensors: name, element types, and the lengths of the axes by letter: b batch, q and k
 /// rows, h query heads, g KV heads, d head dim, v value dim. Without letters the shape has a check
 /// of its own.
-const TENSORS: [(&str, Kind, &str); 17] = [
+const TENSORS: [(&str, Kind, &str); 18] = [
     ("query", Kind::Floats, "bqhd"),
     ("key", Kind::Floats, "bkgd"),
     ("value", Kind::Floats, "bkgv"),
@@ -47,6 +47,7 @@ const TENSORS: [(&str, Kind, &str); 17] = [
     ("kv_positions", Kind::Integers, "bk"),
     ("key_list_offsets", Kind::Integers, ""),
     ("key_list_indices", Kind::Integers, ""),
+    ("key_list_ends", Kind::Integers, ""),
     ("key_list_bias", Kind::Floats, ""),
 ];
 /// Names of output tensors, which the file of a case has too.
@@ -201,7 +202,9 @@ impl Input {
                 ("key_list_offsets", shape) if shape.len() != 1 => {
                     return wrong("[lists + 1]".to_owned());
                 }
-                ("key_list_indices" | "key_list_bias", shape) if shape.len() != 1 => {
+                ("key_list_indices" | "key_list_ends" | "key_list_bias", shape)
+                    if shape.len() != 1 =>
+                {
                     return wrong("[listed pairs]".to_owned());
                 }
                 _ => {}
@@ -424,10 +427,16 @@ impl Input {
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
-    /// Reads the key lists of these query rows: of all queries, or of as many for each group of
-    /// query heads.
+    /// Reads the key lists of these query rows.
     fn key_lists(&self, q_rows: &Runs) -> Result<Option<Arc<KeyLists>>> {
-        let tensors = ["key_list_offsets", "key_list_indices", "key_list_bias"];
+        let Some(lists) = self.whole_key_lists()? else { return Ok(None) };
+        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
+        Ok(Some(Arc::new(lists.select_queries(&rows)?)))
+    }
+
+    /// Reads the key lists of all queries, or of as many for each group of query heads.
+    pub(crate) fn whole_key_lists(&self) -> Result<Option<KeyLists>> {
+        let tensors = ["key_list_offsets", "key_list_indices", "key_list_ends", "key_list_bias"];
         let Some(name) = tensors.into_iter().find(|name| self.has(name)) else { return Ok(None) };
         if let Some(missing) = tensors[..2].iter().find(|name| !self.has(name)) {
             return Err(Error::invalid(*missing, "nothing", format!("one, since {name} is given")));
@@ -436,23 +445,17 @@ impl Input {
             let len = self.tensors.get(name).map_or(0, |entry| entry.shape[0]);
             Runs::counting(0, len as u64)
         };
-        let offsets = self.tensors.integers(tensors[0], 0, &all(tensors[0]))?;
-        let negative = |number: &i64| Error::invalid(tensors[0], number, "numbers from 0");
-        let offsets = offsets.iter().map(|of| u64::try_from(*of).map_err(|_| negative(of)));
-        let offsets = offsets.collect::<Result<Vec<u64>>>()?;
-        let keys = self.tensors.integers(tensors[1], 0, &all(tensors[1]))?;
-        let outside = |key: &i64| Error::invalid(tensors[1], key, "rows of key");
-        let keys = keys.iter().map(|key| u32::try_from(*key).map_err(|_| outside(key)));
-        let keys = keys.collect::<Result<Vec<u32>>>()?;
+        let integers = |name: &str| self.tensors.integers(name, 0, &all(name));
+        let [offsets, keys] = [integers(tensors[0])?, integers(tensors[1])?];
+        let ends = if self.has(tensors[2]) { Some(integers(tensors[2])?) } else { None };
         let groups = (offsets.len().saturating_sub(1) / self.dims.q_len.max(1)).max(1);
-        let mut lists = KeyLists::by_group([1, groups], offsets, keys)?;
-        if self.has(tensors[2]) {
+        let mut lists = KeyLists::from_arrays([1, groups], &offsets, &keys, ends.as_deref())?;
+        if self.has(tensors[3]) {
             lists =
-                lists.with_bias(self.tensors.floats::<f64>(tensors[2], 0, &all(tensors[2]))?)?;
+                lists.with_bias(self.tensors.floats::<f64>(tensors[3], 0, &all(tensors[3]))?)?;
         }
         lists.validate(&self.dims, self.dims.q_len)?;
-        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
-        Ok(Some(Arc::new(lists.select_queries(&rows)?)))
+        Ok(Some(lists))
     }
 
     /// Reads the dense mask of these query rows, which is kept as bits.

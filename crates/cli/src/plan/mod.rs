@@ -1,6 +1,7 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
 mod figures;
+mod halo;
 mod picture;
 mod program;
 mod ring;
@@ -41,14 +42,26 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
   annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --machine machine.json --strategy auto
-  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced
+  annulus plan --neighborhood 24x32:5x5:edge=clip --q-len 768 --layout boxes:24x32 --ranks 4 --rank 0
+  annulus plan --lists in.safetensors --ranks 4 --layout contiguous";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
+    /// Plan the key lists of this input file, on the direct route: each rank receives the distinct
+    /// rows of other ranks that its lists have. The file also has the sizes
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "q_len", "kv_len", "documents", "batch", "heads", "kv_heads", "head_dim", "value_dim",
+        "rank", "strategy", "machine", "reproducible", "svg",
+    ])]
+    lists: Option<PathBuf>,
     /// Queries. Default: the rows of --documents
-    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
+    #[arg(
+        long, value_name = "N", value_parser = whole,
+        required_unless_present_any = ["documents", "lists"]
+    )]
     q_len: Option<usize>,
     /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
@@ -111,9 +124,18 @@ pub(crate) struct PlanFlags {
 
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
-    let files = [("--svg", &flags.svg), ("--json", &flags.json), ("--machine", &flags.machine)];
+    let files = [
+        ("--svg", &flags.svg),
+        ("--json", &flags.json),
+        ("--machine", &flags.machine),
+        ("--lists", &flags.lists),
+    ];
     let files = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
     names::check_different_files(&files.collect::<Vec<_>>())?;
+    if let Some(path) = &flags.lists {
+        let lists = halo::Lists::new(flags, path)?;
+        return flags.write(&lists, None, || lists.print());
+    }
     let dims = flags.dims()?;
     let named = |error| names::of_flags(error, &flags.names());
     let spec = flags.spec(dims).map_err(named)?;
@@ -129,7 +151,11 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
         return flags.write(&one, None, || one.print());
     }
     let (figures, picture) = flags.figures(&spec, &batch, balanced, machine).map_err(named)?;
-    flags.write(&figures.document(), picture, || figures.print())
+    let halo = halo::Halo::of_neighborhood(flags, &spec, &batch).map_err(named)?;
+    flags.write(&figures.document(), picture, || {
+        figures.print();
+        halo.iter().for_each(halo::Halo::print);
+    })
 }
 
 impl PlanFlags {

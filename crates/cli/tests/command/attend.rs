@@ -194,8 +194,57 @@ fn key_lists_are_the_equal_dense_mask() {
         folder.succeed(&format!("{attend} --ranks {ranks}"));
         same(&Tensors::read(&folder.path("out.safetensors")), &want, 1e-12);
     }
+    // a number a pair is the equal dense bias, and has its gradient
+    let (rows, keys) = (DIMS.q_len, DIMS.kv_len);
+    let shape = [1, 1, rows, keys];
+    let dense: Vec<f64> = (0..rows * keys).map(|at| (at % 11) as f64 * 0.2 - 1.0).collect();
+    let places: Vec<usize> = (0..rows)
+        .flat_map(|row| {
+            let entries = offsets[row] as usize..offsets[row + 1] as usize;
+            indices[entries].iter().map(move |&key| row * keys + key as usize).collect::<Vec<_>>()
+        })
+        .collect();
+    let bias: Vec<f64> = places.iter().map(|&place| dense[place]).collect();
+    let listed = Tensors::read(&folder.path("lists.safetensors"));
+    let file = Tensors::read(&folder.path("in.safetensors")).without("bias");
+    file.f64("bias", &shape, dense).write(&folder.path("lists.safetensors"));
+    folder.succeed(attend);
+    let want = Tensors::read(&folder.path("out.safetensors"));
+    let biased = listed.without("bias");
+    let unsorted = Tensors::read(&folder.path("in.safetensors")).without("attention_mask");
+    let unsorted = unsorted.i64("key_list_offsets", &[offsets.len()], &offsets);
+    let biased = biased.f64("key_list_bias", &pairs, bias);
+    biased.write(&folder.path("lists.safetensors"));
+    let dbias = want.numbers("dbias");
+    let gradient = places.iter().map(|&at| dbias[at]).collect();
+    let names = ["out", "lse", "dq", "dk", "dv", "dsoftmax_aux"];
+    let mut want: Vec<_> = names.into_iter().map(|name| (name, want.numbers(name))).collect();
+    want.push(("dkey_list_bias", gradient));
+    for (ranks, layout) in [(1, "contiguous"), (3, "zigzag")] {
+        let ring = format!("--ranks {ranks} --layout {layout} --dtype f64");
+        let result = folder.succeed(&format!("{} {ring}", attend.replace("--dtype f64", "")));
+        same(&Tensors::read(&folder.path("out.safetensors")), &want, 1e-12);
+        // the plan of the same lists has the bytes that were sent
+        let planned = folder.succeed(&format!("plan --lists lists.safetensors {ring} --json -"));
+        let planned: serde_json::Value = serde_json::from_str(&planned.out).unwrap();
+        for pass in ["forward_bytes", "backward_bytes"] {
+            let bytes = planned[pass].as_u64().unwrap();
+            assert_eq!(bytes > 0, ranks > 1);
+            let digits = bytes.to_string();
+            let split = digits.len() % 3;
+            let groups =
+                digits.as_bytes()[split..].chunks(3).map(|of| std::str::from_utf8(of).unwrap());
+            let groups: Vec<&str> = std::iter::once(&digits[..split]).chain(groups).collect();
+            let text = format!("({} bytes)", groups.join(" ").trim());
+            assert!(ranks == 1 || result.out.contains(&text), "{pass} {text}: {result:?}");
+        }
+    }
+    let halo = folder.succeed(
+        "plan --neighborhood 4x9:3x3:edge=clip --q-len 36 --layout boxes:4x9 --ranks 2 --rank 0",
+    );
+    assert!(halo.out.contains("  #####+...\n  #####+...\n"), "{halo:?}");
     indices.reverse();
-    let unsorted = listed.i64("key_list_indices", &pairs, &indices);
+    let unsorted = unsorted.i64("key_list_indices", &pairs, &indices);
     unsorted.write(&folder.path("lists.safetensors"));
     folder.run(attend).failed(1, &["key_lists", "row 0, entry 1"]);
 }

@@ -106,6 +106,7 @@ impl<B: Backend<Space: HostTensors>> PageTree<B> {
             keys: Arc::default(),
             attention_mask: None,
             key_lists: None,
+            received_lists: None,
             most_block_rows: pages.count(),
             most_query_rows: 1,
             leaves: Some(Arc::new(leaves)),

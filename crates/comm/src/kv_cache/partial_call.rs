@@ -58,6 +58,7 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
             keys: Arc::default(),
             attention_mask: None,
             key_lists: None,
+            received_lists: None,
             most_block_rows: self.segments.segment_rows(),
             leaves: None,
         }

@@ -232,6 +232,7 @@ fn page_shard(
         keys: Arc::default(),
         attention_mask: None,
         key_lists: None,
+        received_lists: None,
         most_block_rows: pages.rows,
         most_query_rows: queries.len() as u64,
         leaves: Some(Arc::new(leaves)),

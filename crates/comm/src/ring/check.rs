@@ -216,17 +216,11 @@ fn sends_bare_queries(spec: &Spec, ranks: usize) -> bool {
 
 /// As [`two_pass`], of a batch.
 pub(crate) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
-    let given = [
-        ("attention_mask", batch.attention_mask.is_some()),
-        ("key_lists", batch.key_lists.is_some()),
-    ];
-    match given.into_iter().find(|(_, is_given)| *is_given && sends_bare_queries(spec, ranks)) {
-        Some((name, _)) => {
-            let what = format!("{name} in a two-pass backward over several ranks");
-            Err(Error::unsupported(what, "the ring"))
-        }
-        None => Ok(()),
+    if batch.attention_mask.is_some() && sends_bare_queries(spec, ranks) {
+        let what = "attention_mask in a two-pass backward over several ranks";
+        return Err(Error::unsupported(what, "the ring"));
     }
+    Ok(())
 }
 
 /// Refuses a reproducible attention that the backend does not compute.

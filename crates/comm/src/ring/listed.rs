@@ -9,23 +9,29 @@
 //! ```
 //! Blocks then take the direct route, with exactly these rows: a rank receives each distinct remote
 //! row that it needs once, and sends one partial gradient for it.
+//!
+//! In a two-pass backward a rank sends its queries to the owners of their keys, which compute dK
+//! and dV. The message to an owner then also has these queries, and their keys among the owner's
+//! rows: each listed pair is told once.
 
-use std::{sync::Arc, time::Instant};
+use std::{ops::Range, sync::Arc, time::Instant};
 
 use annulus_core::{
-    Backend, Batch, Channel, Error, HostBuffer, ListedKeys, ListedPairs, MessageHeader, Result,
-    RowSet, Rows, Runs, Spec, Visibility, memory,
+    Backend, Batch, Channel, Error, HostBuffer, KeyLists, MessageHeader, ReceivedLists, Result,
+    RowSet, Runs, index, memory,
 };
-use annulus_plan::{RankNeeds, RingShards, Route};
+use annulus_plan::{RankNeeds, RingShards, Route, needed_rows};
 
 use super::{
     Ring,
     in_flight::InFlight,
-    plan::Agreed,
+    plan::{Agreed, ListedNeeds},
     program::MessageGroup,
     step_events::{Observer, PassKind},
 };
 use crate::{agreement::all_gather, delegate::HostMessages};
+
+const WHAT: &str = "rows that key_lists need";
 
 /// Refuses key lists in a ring that cannot send exactly the rows that they need.
 pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> {
@@ -36,8 +42,8 @@ pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> 
     if ranks == 1 {
         return Ok(());
     }
-    if agreed.spec.leaf_rows.is_some() {
-        let what = "key_lists in the reproducible order (reproducible) over several ranks";
+    if lists.bias().is_some() && agreed.sends_queries(ranks) {
+        let what = "key_list_bias in a two-pass backward over several ranks";
         return Err(Error::unsupported(what, "the ring"));
     }
     match agreed.given_route {
@@ -49,84 +55,89 @@ pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> 
     }
 }
 
-/// Computes the rows of each owner, by ring index, that form a visible pair with a query of this
-/// rank. Its own rows are left out.
-pub(super) fn needed_rows(
-    spec: &Spec,
+/// Pairs of this rank's queries with the keys of one owner.
+#[derive(Clone, Default)]
+pub(super) struct OwnerPairs {
+    /// The owner's local rows that form a visible pair with a query of this rank.
+    keys: RowSet,
+    /// This rank's local queries of these pairs, in a two-pass backward.
+    queries: RowSet,
+    /// Their keys among the owner's rows.
+    lists: KeyLists,
+}
+
+/// Computes the pairs with each owner, by ring index; none with its own rows.
+pub(super) fn pairs_by_owner(
+    agreed: &Agreed,
     batch: &Batch,
     shards: &RingShards,
     ring_index: usize,
-) -> Result<Vec<RowSet>> {
-    const WHAT: &str = "rows that key_lists need";
+) -> Result<Vec<OwnerPairs>> {
     let ranks = shards.kv.len();
-    let mut needed = vec![RowSet::new(); ranks];
-    let Some(lists) = batch.key_lists.as_deref().filter(|_| ranks > 1) else {
-        return Ok(needed);
-    };
-    let mut listed = memory::zeroed::<u64>(WHAT, spec.dims.kv_len.div_ceil(64))?;
-    for &key in lists.keys() {
-        listed[key as usize / 64] |= 1 << (key % 64);
-    }
-    let mut queries = Rows::default();
-    let own = &shards.q[ring_index];
-    own.expand(&RowSet::all(own.rows.len()), &mut queries)?;
-    let mut keys = Rows::default();
-    let mut pairs = ListedPairs::default();
-    let owners = shards.kv.iter().enumerate().filter(|(owner, _)| *owner != ring_index);
-    for (owner, shard) in owners {
-        let of_owner = marked_rows(&shard.rows, &listed);
-        if of_owner.is_empty() {
-            continue;
-        }
-        shard.expand(&of_owner, &mut keys)?;
-        let visibility = Visibility {
-            mask: spec.mask.as_ref(),
-            attention_mask: batch.attention_mask.as_ref(),
-            key_lists: Some(ListedKeys { lists, q_heads: spec.dims.q_heads }),
-            queries: &queries,
-            keys: &keys,
+    let mut of_owners = vec![OwnerPairs::default(); ranks];
+    let sends_queries = agreed.sends_queries(ranks);
+    let queries = index(shards.q[ring_index].rows.len());
+    let needed = needed_rows(&agreed.spec, batch, shards, ring_index, |owner, found| {
+        let Some(lists) = batch.key_lists.as_deref().filter(|_| sends_queries) else {
+            return Ok(());
         };
-        pairs.refill(&visibility, spec.dims.batch)?;
-        let mut visible = memory::filled(WHAT, keys.len(), false)?;
-        pairs.all_keys().iter().for_each(|&key| visible[key as usize] = true);
-        let rows = of_owner.iter().zip(visible).filter(|(_, visible)| *visible);
-        needed[owner] = rows.map(|(row, _)| row..row + 1).collect();
-    }
-    Ok(needed)
-}
-
-/// Returns the local rows whose row numbers are marked.
-fn marked_rows(rows: &Runs, marks: &[u64]) -> RowSet {
-    let is_marked = |row: i64| {
-        let row = row.cast_unsigned();
-        marks.get(annulus_core::index(row / 64)).is_some_and(|word| word >> (row % 64) & 1 != 0)
-    };
-    let marked = rows.iter().zip(0u64..).filter(|(row, _)| is_marked(*row));
-    marked.map(|(_, local)| local..local + 1).collect()
+        let of_owner = &mut of_owners[owner];
+        let mut attends = memory::filled(WHAT, queries, false)?;
+        found.pairs.mark_queries(&mut attends);
+        let rows = (0u64..).zip(attends).filter(|(_, attends)| *attends);
+        of_owner.queries = rows.map(|(row, _)| row..row + 1).collect();
+        let rows: Vec<u64> = of_owner.queries.iter().collect();
+        // row numbers of a shard need not ascend
+        let mut owned = memory::zeroed::<u64>(WHAT, agreed.spec.dims.kv_len.div_ceil(64))?;
+        found.keys.rows().iter().for_each(|&row| owned[index(row / 64)] |= 1 << (row % 64));
+        let is_owned = |key: u32| owned[key as usize / 64] >> (key % 64) & 1 != 0;
+        of_owner.lists = lists.restrict(&rows, is_owned)?;
+        Ok(())
+    })?;
+    of_owners.iter_mut().zip(needed).for_each(|(of_owner, keys)| of_owner.keys = keys);
+    Ok(of_owners)
 }
 
 impl<B: Backend> Ring<B> {
     /// Tells each owner the rows that this rank needs of it, and learns which of its own others
-    /// need. `held` is the number of its own rows.
+    /// need. `pairs` are by ring index, `planes` the batch rows and groups of the lists.
     ///
     /// # Ordering
     /// Collective.
     ///
     /// # Errors
     /// Those of the transport.
-    pub(super) fn exchange_needs(&mut self, held: u64, needed: Vec<RowSet>) -> Result<RankNeeds> {
-        let ranks = self.ranks;
-        let asked = vec![(RowSet::new(), false); ranks];
-        let mut needs = RankNeeds { rank: self.ring_index, held, needed, asked };
+    pub(super) fn exchange_needs(
+        &mut self,
+        pairs: &[OwnerPairs],
+        planes: [usize; 2],
+    ) -> Result<ListedNeeds> {
+        let Self { ranks, ring_index, .. } = *self;
+        let held = [&self.plan.shards.q, &self.plan.shards.kv]
+            .map(|shards| shards.iter().map(|shard| shard.rows.len()).collect::<Vec<_>>());
+        let [q_held, kv_held] = &held;
+        let none = || vec![(RowSet::new(), false); ranks];
+        let mut keys = RankNeeds {
+            rank: ring_index,
+            held: kv_held[ring_index],
+            needed: pairs.iter().map(|pairs| pairs.keys.clone()).collect(),
+            asked: none(),
+        };
+        let mut queries = RankNeeds {
+            rank: ring_index,
+            held: q_held[ring_index],
+            needed: vec![RowSet::new(); ranks],
+            asked: none(),
+        };
         if ranks == 1 {
-            return Ok(needs);
+            return Ok(ListedNeeds { keys, queries, received: None });
         }
-        let last = needs.last_owner();
         let mut packed = Vec::new();
         let mut told = Vec::new();
-        for (owner, rows) in needs.needed.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
+        let is_told = pairs.iter().enumerate().filter(|(_, pairs)| !pairs.keys.is_empty());
+        for (owner, pairs) in is_told {
             let start = packed.len() as u64;
-            encode(rows, last == Some(owner), &mut packed);
+            encode(pairs, keys.last_owner() == Some(owner), &mut packed);
             told.push((owner, start..packed.len() as u64));
         }
         let numbers =
@@ -145,7 +156,7 @@ impl<B: Backend> Ring<B> {
             agreed: None,
         };
         let sends = told.into_iter().map(|(owner, bytes)| header(order.rank(owner), bytes));
-        let own = self.ring_index as u64;
+        let own = ring_index as u64;
         let receives = directories.iter().enumerate().filter(|(peer, _)| *peer != self.rank);
         let receives = receives.filter_map(|(peer, directory)| {
             Some(header(peer, 0..told_bytes(directory, own).filter(|&bytes| bytes > 0)?))
@@ -161,16 +172,55 @@ impl<B: Backend> Ring<B> {
         let mut in_flight = InFlight::new(&mut transport, first_tag, None, observer);
         let receive = |header: &MessageHeader| HostBuffer::zeroed(header.bytes());
         in_flight.post(&messages, Some(&(source, ())), receive)?;
+        let sends_queries = self.agreed.sends_queries(ranks);
+        let tile = self.agreed.query_tile();
+        let mut received = Vec::new();
         for (header, arrived) in in_flight.wait_all()? {
-            let asked = decode(arrived.buffer.bytes(), held).ok_or_else(|| Error::Comm {
+            let peer = order.ring_index(header.peer);
+            let shape = sends_queries.then_some(planes);
+            let message =
+                decode(arrived.buffer.bytes(), [kv_held[ring_index], q_held[peer]], shape);
+            let (pairs, is_last) = message.ok_or_else(|| Error::Comm {
                 peer: header.peer,
                 step: 0,
                 what: "the rows that it needs are malformed".into(),
             })?;
-            needs.asked[order.ring_index(header.peer)] = asked;
+            keys.asked[peer] = (pairs.keys, is_last);
+            queries.needed[peer] = whole_tiles(&pairs.queries, tile, q_held[peer]);
+            if sends_queries {
+                let rows = &self.plan.shards.q[peer].rows;
+                let numbers = selected(rows, &pairs.queries);
+                received.push((numbers, pairs.lists));
+            }
         }
-        Ok(needs)
+        for (user, pairs) in pairs.iter().enumerate().filter(|(_, pairs)| !pairs.keys.is_empty()) {
+            let sends =
+                |sender: usize| told_bytes(&directories[order.rank(sender)], user as u64).is_some();
+            let is_last = RankNeeds::last_owner_of(user, ranks, sends) == Some(ring_index);
+            let rows = whole_tiles(&pairs.queries, tile, q_held[ring_index]);
+            queries.asked[user] = (rows, is_last);
+        }
+        let received = if sends_queries {
+            Some(Arc::new(ReceivedLists::merge(planes, &received)?))
+        } else {
+            None
+        };
+        Ok(ListedNeeds { keys, queries, received })
     }
+}
+
+/// Extends local rows to whole tiles of `tile` rows.
+fn whole_tiles(rows: &RowSet, tile: u64, held: u64) -> RowSet {
+    let whole =
+        |range: &Range<u64>| range.start / tile * tile..range.end.next_multiple_of(tile).min(held);
+    rows.ranges().iter().map(whole).collect()
+}
+
+/// Returns the row numbers of local rows.
+fn selected(rows: &Runs, local: &RowSet) -> Vec<u64> {
+    let numbered = rows.iter().zip(0u64..);
+    let wanted = numbered.filter(|(_, at)| local.contains(*at));
+    wanted.map(|(row, _)| row.cast_unsigned()).collect()
 }
 
 /// Returns the bytes that a rank tells the owner `own`, from its directory.
@@ -180,23 +230,51 @@ fn told_bytes(directory: &[u8], own: u64) -> Option<u64> {
     entries.find(|[owner, _]| *owner == own).map(|[_, bytes]| bytes)
 }
 
-/// Appends whether the block is the last one of its receiver, and the ranges of the rows.
-fn encode(rows: &RowSet, is_last: bool, into: &mut Vec<u8>) {
-    into.extend(u64::from(is_last).to_le_bytes());
-    for range in rows.ranges() {
-        into.extend(range.start.to_le_bytes());
-        into.extend(range.end.to_le_bytes());
+/// Appends what the owner of the keys of `pairs` is told: whether their block is the last one of
+/// this rank, both sets of rows, the number of keys of each list, and the keys.
+fn encode(pairs: &OwnerPairs, is_last: bool, into: &mut Vec<u8>) {
+    let mut number = |number: u64| into.extend(number.to_le_bytes());
+    number(u64::from(is_last));
+    for rows in [&pairs.keys, &pairs.queries] {
+        number(rows.ranges().len() as u64);
+        rows.ranges().iter().flat_map(|range| [range.start, range.end]).for_each(&mut number);
     }
+    pairs.lists.counts().for_each(&mut number);
+    into.extend(pairs.lists.keys().iter().flat_map(|key| key.to_le_bytes()));
 }
 
-/// Decodes [`encode`], of rows below `held`.
-fn decode(bytes: &[u8], held: u64) -> Option<(RowSet, bool)> {
-    let (numbers, rest) = bytes.as_chunks::<8>();
-    let (&is_last, ranges) = numbers.split_first()?;
-    let (ranges, odd) = ranges.as_chunks::<2>();
-    let ranges = ranges.iter().map(|range| range.map(u64::from_le_bytes));
-    let rows: RowSet = ranges.clone().map(|[start, end]| start..end).collect();
-    let fits = ranges.into_iter().all(|[start, end]| start < end && end <= held);
-    let is_whole = rest.is_empty() && odd.is_empty() && fits;
-    is_whole.then_some((rows, u64::from_le_bytes(is_last) != 0))
+/// Decodes [`encode`] for the owner of `held[0]` keys, from a rank of `held[1]` queries. `planes` are
+/// the batch rows and groups of lists, if there are any.
+fn decode(bytes: &[u8], held: [u64; 2], planes: Option<[usize; 2]>) -> Option<(OwnerPairs, bool)> {
+    let mut rest = bytes;
+    let mut number = || -> Option<u64> {
+        let (number, after) = rest.split_first_chunk::<8>()?;
+        rest = after;
+        Some(u64::from_le_bytes(*number))
+    };
+    let is_last = number()? != 0;
+    let mut sets = [RowSet::new(), RowSet::new()];
+    for (set, held) in sets.iter_mut().zip(held) {
+        let mut ranges = Vec::new();
+        for _ in 0..number()? {
+            let [start, end] = [number()?, number()?];
+            if start >= end || end > held {
+                return None;
+            }
+            ranges.push(start..end);
+        }
+        *set = ranges.into_iter().collect();
+    }
+    let [keys, queries] = sets;
+    let Some(planes) = planes else {
+        return rest.is_empty().then_some((OwnerPairs { keys, ..OwnerPairs::default() }, is_last));
+    };
+    let mut offsets = vec![0];
+    for _ in 0..(planes[0] * planes[1]) as u64 * queries.count() {
+        offsets.push(offsets.last()? + number()?);
+    }
+    let (listed, odd) = rest.as_chunks::<4>();
+    let listed = listed.iter().map(|key| u32::from_le_bytes(*key)).collect();
+    let lists = KeyLists::by_group(planes, offsets, listed).ok().filter(|_| odd.is_empty())?;
+    Some((OwnerPairs { keys, queries, lists }, is_last))
 }

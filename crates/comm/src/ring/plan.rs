@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Instant};
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardMode, DenseMask, Error, KeyLists, LeafMerges, Order,
-    RankLeaves, RankShard, Result, RowLayout, RowSet, Rows, Shard, Space, Spec, leaves_of,
+    RankLeaves, RankShard, ReceivedLists, Result, RowLayout, RowSet, Rows, Shard, Space, Spec,
+    leaves_of,
 };
 use annulus_plan::{Layout, NeedsIndex, RankNeeds, RankSchedule, RingShards, Route, Schedule};
 
@@ -51,12 +52,35 @@ pub(super) struct Agreed {
     pub(super) no_out_residual: Option<&'static str>,
 }
 
+impl Agreed {
+    /// Returns the queries that are sent together. In the reproducible order the rows of a tile of
+    /// queries are the terms of one sum, in which a masked row has its place.
+    pub(super) fn query_tile(&self) -> u64 {
+        if self.spec.leaf_rows.is_some() { self.split.kv_tile } else { 1 }
+    }
+
+    /// Returns true if queries are sent to other ranks: in a two-pass backward.
+    pub(super) fn sends_queries(&self, ranks: usize) -> bool {
+        self.backward && self.spec.backward == BackwardMode::TwoPass && ranks > 1
+    }
+}
+
+/// Rows that the lists of all ranks need, as far as this rank takes part.
+pub(super) struct ListedNeeds {
+    /// Of keys.
+    pub(super) keys: RankNeeds,
+    /// Of queries, in a two-pass backward: an owner of keys needs those with a pair among them.
+    pub(super) queries: RankNeeds,
+    /// Lists of the queries of others.
+    pub(super) received: Option<Arc<ReceivedLists>>,
+}
+
 /// The plan of a batch.
 pub(super) struct RingPlan {
     /// Route of the blocks: that of the plan or, with key lists, the direct one.
     pub(super) route: Route,
     /// Rows that key lists need.
-    listed: Option<RankNeeds>,
+    listed: Option<ListedNeeds>,
     /// Shards of all ranks, by ring index.
     pub(super) shards: RingShards,
     /// Steps of keys and values, and of their gradients.
@@ -102,14 +126,14 @@ impl RingPlan {
     }
 
     /// Derives the plan of the rank at `ring_index` for a batch whose dense mask has the shape
-    /// `attention_mask`, and whose key lists need the rows `listed`. Calls `tick` after every few microseconds of
-    /// work, or after the caller's mask has been evaluated some times.
+    /// `attention_mask`, and whose key lists need the rows `listed`. Calls `tick` after every few
+    /// microseconds of work, or after the caller's mask has been evaluated some times.
     pub(super) fn derive<S: Space>(
         agreed: &Agreed,
         ring_index: usize,
         shards: RingShards,
         attention_mask: Option<[usize; 4]>,
-        listed: Option<RankNeeds>,
+        listed: Option<ListedNeeds>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
         let Agreed { spec, order, split, backward, .. } = agreed;
@@ -127,7 +151,7 @@ impl RingPlan {
         let keys = rows(&shards.kv[ring_index])?;
         let gradients = gradients_travel(agreed);
         let schedule = match &listed {
-            Some(needs) => RankSchedule::of_needs(needs, gradients),
+            Some(needs) => RankSchedule::of_needs(&needs.keys, gradients),
             None => {
                 let needs = kv_needs(spec, &shards, tick);
                 let route = agreed.route;
@@ -156,7 +180,7 @@ impl RingPlan {
             RankProgram::new(&schedule, order, head_rows, RecordSizes { block, ..sizes })
         });
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
-            query_steps(agreed, ring_index, &shards, &query_row, tick)
+            query_steps(agreed, ring_index, &shards, &query_row, listed.as_ref(), tick)
         } else {
             Vec::new()
         };
@@ -220,6 +244,7 @@ impl RingPlan {
             queries: Arc::clone(&self.queries),
             keys: Arc::clone(&self.keys),
             attention_mask,
+            received_lists: self.listed.as_ref().and_then(|needs| needs.received.clone()),
             key_lists,
             most_block_rows: self.most_received.max(self.keys.len() as u64),
             most_query_rows: self.most_queries_received.max(self.queries.len() as u64),
@@ -269,7 +294,7 @@ impl<B: Backend> Ring<B> {
 /// gradients, and of the first pass of a two-pass backward.
 pub(super) fn kv_schedule(agreed: &Agreed, plan: &RingPlan) -> Schedule {
     let needs = match &plan.listed {
-        Some(needs) => needs.to_needs(),
+        Some(needs) => needs.keys.to_needs(),
         None => kv_needs(&agreed.spec, &plan.shards, &mut || ()).to_needs(),
     };
     Schedule::build(&needs, plan.route, gradients_travel(agreed))
@@ -281,19 +306,22 @@ fn query_steps(
     ring_index: usize,
     shards: &RingShards,
     query_row: &RowLayout,
+    listed: Option<&ListedNeeds>,
     tick: &mut dyn FnMut(),
 ) -> Vec<RankStep> {
     let Agreed { spec, route, order, split, .. } = agreed;
     let mask = spec.mask.as_ref();
-    let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
-    // the rows of a tile of queries are the terms of one sum, in which a masked row has its place
-    let (needs, split) = match spec.leaf_rows {
-        Some(rows) => (needs.in_tiles(split.kv_tile), SplitSize { kv_tile: rows, ..*split }),
-        None => (needs, *split),
+    let schedule = match listed {
+        Some(needs) => RankSchedule::of_needs(&needs.queries, false),
+        None => {
+            let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
+            let needs = needs.in_tiles(agreed.query_tile());
+            // a query shard is sent in the opposite direction of the keys, because its users are
+            // the owners of the keys that it attends to
+            RankSchedule::derive(&needs, route.opposite(), false, ring_index, tick)
+        }
     };
-    // a query shard is sent in the opposite direction of the keys, because its users are the owners
-    // of the keys that it attends to
-    let schedule = RankSchedule::derive(&needs, route.opposite(), false, ring_index, tick);
+    let split = spec.leaf_rows.map_or(*split, |rows| SplitSize { kv_tile: rows, ..*split });
     let sizes = RecordSizes { block: query_row.bytes(), gradient: 0, split: split.of_tiles() };
     let all = shards.q[ring_index].rows.len();
     RankProgram::new(&schedule, order, all, sizes).steps

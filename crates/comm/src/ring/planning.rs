@@ -23,7 +23,7 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardMode, Batch, Capabilities, DenseMask, Error, MessageBalance, Order, Passes,
-    Placement, RankShard, Result, RowSet, Side, Space, Spec, Transport, Workspace, memory,
+    Placement, RankShard, Result, Side, Space, Spec, Transport, Workspace, memory,
 };
 use annulus_plan::{Choice, RingShards, Route, Strategy};
 
@@ -265,7 +265,7 @@ impl<B: Backend> Ring<B> {
         check::two_pass_mask(spec, batch, self.ranks)?;
         listed::check(&self.agreed, batch, self.ranks)?;
         if let Some(lists) = &batch.key_lists {
-            self.workspace.check_lists(lists)?;
+            self.workspace.check_lists(lists, self.agreed.sends_queries(self.ranks))?;
         }
         memory::check_available("segment ids and positions", batch.planning_bytes())
     }
@@ -289,18 +289,18 @@ impl<B: Backend> Ring<B> {
         let gathered = gathered.map_err(agreement::mid_call)?;
         let shards = decode(&self.agreed, &gathered);
         let (shards, listed) = match &batch.key_lists {
-            Some(_) => {
-                let needed = shards.and_then(|shards| {
-                    let Agreed { spec, .. } = &self.agreed;
-                    let needed = listed::needed_rows(spec, batch, &shards, self.ring_index)?;
-                    Ok((shards, needed))
+            Some(lists) => {
+                let pairs = shards.and_then(|shards| {
+                    let pairs =
+                        listed::pairs_by_owner(&self.agreed, batch, &shards, self.ring_index)?;
+                    Ok((shards, pairs))
                 });
-                let rows = needed
-                    .as_ref()
-                    .map_or_else(|_| vec![RowSet::new(); self.ranks], |(_, needed)| needed.clone());
-                let held = self.shard.keys.len() as u64;
-                let listed = self.exchange_needs(held, rows).map_err(agreement::mid_call)?;
-                (needed.map(|(shards, _)| shards), Some(listed))
+                let none = vec![listed::OwnerPairs::default(); self.ranks];
+                let pairs_of = pairs.as_ref().map_or(&none, |(_, pairs)| pairs);
+                let [batches, groups, _] = lists.shape();
+                let listed = self.exchange_needs(pairs_of, [batches, groups]);
+                let listed = listed.map_err(agreement::mid_call)?;
+                (pairs.map(|(shards, _)| shards), Some(listed))
             }
             None => (shards, None),
         };

@@ -13,7 +13,7 @@ pub use bits::{
     independent_rows, reproducible_accuracy, reproducible_bits, reproducible_gradients,
     reproducible_ranks, same_bits_over_repeats, same_bits_received_ahead, same_bits_under_delay,
 };
-pub use key_lists::{dense_twin, key_lists, lists};
+pub use key_lists::{dense_twin, key_lists, listed, listed_cases, lists, reproducible_lists};
 pub use kv_cache::{kv_cache, kv_cache_copies, kv_cache_segments};
 pub use matrix::{
     Scale, head_strategies, matrix, published_settings, random_cases, random_setting, routes,

@@ -6,86 +6,27 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use annulus::{Attention, Division, LocalRing, Setup, Tensors};
 use annulus_conformance::{
-    Answer, Case, Draw, Facade, Judge, Masks, Setting,
+    Answer, Case, Draw, Facade, Masks,
+    subjects::cpu,
     suite::{self, dense_twin, lists},
 };
 use annulus_core::{BackwardMode, Batch, DType, Dims, Error, KeyLists, Spec};
 use annulus_plan::{Layout, Route, Strategy};
 use ndarray::Array4;
 
-fn holds(case: &Case, settings: &[Setting]) {
-    let judge = Judge::new(&dense_twin(case)).unwrap();
-    for setting in settings {
-        let answer = suite::run(&Facade, case, setting).unwrap();
-        if let Err(wrong) = judge.check(&answer) {
-            panic!("{} on {setting}: {wrong}", case.name);
-        }
-    }
-}
-
 #[test]
 fn random_lists_hold_with_every_other_condition() {
     suite::key_lists(&Facade, 0..160).unwrap();
 }
 
-/// Every kind of list of the design, on sizes of several tiles.
 #[test]
-fn selected_keys_blocks_and_meshes_hold_on_several_ranks() {
-    let dims = Dims {
-        batch: 1,
-        q_len: 200,
-        kv_len: 200,
-        q_heads: 4,
-        kv_heads: 2,
-        head_dim: 20,
-        value_dim: 12,
-    };
-    let draw = &mut Draw::new(3);
-    let mut selected = Draw::new(5);
-    let [rows, columns] = [10, 20];
-    let mesh = |q: usize| {
-        let [y, x] = [q / columns, q % columns];
-        let near = (0..9).map(move |at| [y + at / 3, x + at % 3]);
-        near.filter(move |[y, x]| (1..=rows).contains(y) && (1..=columns).contains(x))
-            .map(move |[y, x]| (y - 1) * columns + x - 1)
-            .collect()
-    };
-    let kinds: [(&str, Masks, Arc<KeyLists>); 4] = [
-        (
-            "scattered",
-            Masks::default(),
-            lists([1, 1], &dims, |_| (0..9).map(|_| selected.below(200)).collect()),
-        ),
-        (
-            "top-k by group",
-            Masks { causal: true, ..Masks::default() },
-            lists([1, 2], &dims, |[_, g, q]| {
-                (0..12).map(|at| (at * 37 + q * (g + 2)) % (q + 1)).collect()
-            }),
-        ),
-        (
-            "selected blocks",
-            Masks { causal: true, ..Masks::default() },
-            lists([1, 2], &dims, |[_, g, q]| {
-                let blocks = [0, q / 16, (q / 16) * (g + 3) % 7];
-                blocks.into_iter().flat_map(|block| block * 16..200.min(block * 16 + 16)).collect()
-            }),
-        ),
-        ("mesh", Masks::default(), lists([1, 1], &dims, |[_, _, q]| mesh(q))),
-    ];
-    for (number, (name, masks, key_lists)) in kinds.into_iter().enumerate() {
-        let dtype = [DType::F32, DType::F64, DType::Bf16, DType::F16][number];
-        for dtype in [dtype, DType::F32] {
-            let mut case = Case::new(name, Spec::new(dims, DType::F64), masks.clone(), draw);
-            case.spec.sinks = None;
-            case.draw_tensors(draw);
-            case.batch.key_lists = Some(Arc::clone(&key_lists));
-            let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
-            let settings =
-                [1, 2, 3, 5, 8].map(|ranks| Setting::new(ranks, layouts[ranks % 3].clone()));
-            holds(&case.in_dtype(dtype), &settings);
-        }
-    }
+fn every_kind_of_list_holds_on_several_ranks() {
+    suite::listed(&Facade, &[DType::F32, DType::F64, DType::Bf16]).unwrap();
+}
+
+#[test]
+fn every_kind_of_list_has_the_same_bits_in_the_reproducible_order() {
+    suite::reproducible_lists(&cpu()).unwrap();
 }
 
 const DIMS: Dims =
@@ -181,8 +122,6 @@ fn bad_lists_and_what_cannot_be_computed_are_refused_and_change_nothing() {
     unsupported(Setup::from((&attention, Division::new().route(Route::RelayUp))));
     unsupported(Setup::from((&attention, Division::new().strategy(Strategy::AllToAll))));
     unsupported(Setup::from((&attention, Division::new().strategy(Strategy::PassQ))));
-    unsupported(Setup::from(attention.clone().reproducible(true)));
-    unsupported(Setup::from(attention.clone().backward_mode(BackwardMode::TwoPass)));
 }
 
 /// The gradient of a number a pair is that of the equal dense bias, summed over the heads and batch
@@ -232,7 +171,7 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
             at.into_iter().for_each(|entry| dbias[entry] += ds);
         }
         let biased = KeyLists::clone(&unbiased).with_bias(bias.clone()).unwrap();
-        for ranks in if reproducible { vec![1] } else { vec![1, 3] } {
+        for ranks in [1, 3] {
             let attention = Attention::new().dtype(DType::F64).logits_soft_cap(soft_cap);
             let attention = attention.statistics(statistics).unnormalized(unnormalized);
             let attention = attention.reproducible(reproducible);
@@ -258,6 +197,11 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
             }
         }
     }
+    let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
     let one = KeyLists::new((0..=60).collect(), vec![0; 60]).unwrap();
+    let biased = Some(Arc::new(one.clone().with_bias(vec![0.5; 60]).unwrap()));
+    let mut ring = LocalRing::new(&two_pass, DIMS, 2).unwrap();
+    let error = ring.update(&Batch { key_lists: biased, ..Batch::default() });
+    assert!(error.unwrap_err().to_string().contains("key_list_bias"));
     assert!(one.with_bias(vec![f64::NAN; 60]).unwrap_err().to_string().contains("row 0, entry 0"));
 }

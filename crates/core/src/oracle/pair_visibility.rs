@@ -104,7 +104,7 @@ impl<'a> PairVisibility<'a> {
         let by_dense =
             self.batch.attention_mask.as_ref().is_none_or(|mask| mask.visible(batch, head, i, j));
         let by_list = self.batch.key_lists.as_deref().is_none_or(|lists| {
-            let listed = ListedKeys { lists, q_heads: self.spec.dims.q_heads };
+            let listed = ListedKeys::new(lists, self.spec.dims.q_heads);
             listed.keys(batch, head, i).iter().any(|&key| key as usize == j)
         });
         by_mask && by_segment && by_sequence && by_dense && by_list

@@ -269,7 +269,7 @@ proptest! {
         let visibility = Visibility {
             mask: &*mask,
             attention_mask: dense.as_ref(),
-            key_lists: lists.as_ref().map(|lists| ListedKeys { lists, q_heads: HEADS }),
+            key_lists: lists.as_ref().map(|lists| ListedKeys::new(lists, HEADS)),
             queries: &queries,
             keys: &keys,
         };

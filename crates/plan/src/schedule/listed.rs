@@ -1,10 +1,12 @@
 //! The steps of one rank on the direct route, from the rows that it needs and those that others
 //! need of it: without those of two other ranks, which it does not know under key lists.
 
-use annulus_core::{Channel, RowSet};
+use annulus_core::{
+    Batch, Channel, ListedKeys, ListedPairs, Result, RowSet, Rows, Runs, Spec, Visibility, memory,
+};
 
 use super::{Group, Message, RankSchedule, Route, Step};
-use crate::Needs;
+use crate::{Needs, RingShards};
 
 /// The needs of one rank and those of others of its rows. Lists are indexed by ring index.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,12 +22,88 @@ pub struct RankNeeds {
     pub asked: Vec<(RowSet, bool)>,
 }
 
+/// Visible pairs of a rank's queries with the keys of one owner.
+#[derive(Debug, Default)]
+pub struct OwnerPairs {
+    /// The owner's listed keys.
+    pub keys: Rows,
+    /// The pairs.
+    pub pairs: ListedPairs,
+}
+
+/// Computes the rows of each owner, by ring index, that form a visible pair with a query of the rank
+/// at `rank` in its key lists, which `batch` has. Its own rows are left out. Calls `found` with the
+/// pairs of each owner of listed keys.
+///
+/// # Errors
+/// [`annulus_core::Error::OutOfMemory`], and those of `found`.
+pub fn needed_rows(
+    spec: &Spec,
+    batch: &Batch,
+    shards: &RingShards,
+    rank: usize,
+    mut found: impl FnMut(usize, &OwnerPairs) -> Result<()>,
+) -> Result<Vec<RowSet>> {
+    const WHAT: &str = "rows that key_lists need";
+    let ranks = shards.kv.len();
+    let mut needed = vec![RowSet::new(); ranks];
+    let Some(lists) = batch.key_lists.as_deref().filter(|_| ranks > 1) else { return Ok(needed) };
+    let mut listed = memory::zeroed::<u64>(WHAT, spec.dims.kv_len.div_ceil(64))?;
+    for &key in lists.keys() {
+        listed[key as usize / 64] |= 1 << (key % 64);
+    }
+    let mut queries = Rows::default();
+    let own = &shards.q[rank];
+    own.expand(&RowSet::all(own.rows.len()), &mut queries)?;
+    let mut of_owner = OwnerPairs::default();
+    for (owner, shard) in shards.kv.iter().enumerate().filter(|(owner, _)| *owner != rank) {
+        let listed = marked_rows(&shard.rows, &listed);
+        if listed.is_empty() {
+            continue;
+        }
+        let OwnerPairs { keys, pairs } = &mut of_owner;
+        shard.expand(&listed, keys)?;
+        let visibility = Visibility {
+            mask: spec.mask.as_ref(),
+            attention_mask: batch.attention_mask.as_ref(),
+            key_lists: Some(ListedKeys::new(lists, spec.dims.q_heads)),
+            queries: &queries,
+            keys,
+        };
+        pairs.refill(&visibility, spec.dims.batch)?;
+        let mut visible = memory::filled(WHAT, keys.len(), false)?;
+        pairs.all_keys().iter().for_each(|&key| visible[key as usize] = true);
+        let rows = listed.iter().zip(visible).filter(|(_, visible)| *visible);
+        needed[owner] = rows.map(|(row, _)| row..row + 1).collect();
+        found(owner, &of_owner)?;
+    }
+    Ok(needed)
+}
+
+/// Returns the local rows whose row numbers are marked.
+fn marked_rows(rows: &Runs, marks: &[u64]) -> RowSet {
+    let is_marked = |row: i64| {
+        let row = row.cast_unsigned();
+        marks.get(annulus_core::index(row / 64)).is_some_and(|word| word >> (row % 64) & 1 != 0)
+    };
+    let marked = rows.iter().zip(0u64..).filter(|(row, _)| is_marked(*row));
+    marked.map(|(_, local)| local..local + 1).collect()
+}
+
 impl RankNeeds {
     /// Returns the owner of the last block that the rank receives on the direct route.
     pub fn last_owner(&self) -> Option<usize> {
-        let ranks = self.needed.len();
-        let owners = (1..ranks).rev().map(|step| Route::Direct.owner(self.rank, step, ranks));
-        owners.into_iter().find(|&owner| !self.needed[owner].is_empty())
+        Self::last_owner_of(self.rank, self.needed.len(), |owner| !self.needed[owner].is_empty())
+    }
+
+    /// Returns the last of the owners that `user` receives from on the direct route.
+    pub fn last_owner_of(
+        user: usize,
+        ranks: usize,
+        receives_from: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
+        let mut owners = (1..ranks).rev().map(|step| Route::Direct.owner(user, step, ranks));
+        owners.find(|&owner| receives_from(owner))
     }
 
     /// Returns the needs of all ranks as far as this one knows them: those between two other ranks

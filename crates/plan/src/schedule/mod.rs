@@ -74,7 +74,7 @@ mod work;
 
 pub(crate) use balanced::BALANCED;
 pub use choice::Choice;
-pub use listed::RankNeeds;
+pub use listed::{OwnerPairs, RankNeeds, needed_rows};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;

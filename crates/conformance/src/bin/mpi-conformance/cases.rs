@@ -16,7 +16,7 @@ use annulus_conformance::{
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{Host, Placement, Transport};
+use annulus_core::{BackwardMode, Host, Placement, Transport};
 use annulus_plan::Route;
 use ndarray::{ArrayViewMutD, s};
 
@@ -112,15 +112,27 @@ fn on_nodes(setting: &Setting, number: usize) -> (Setting, Setting) {
     (with(by_name), with(given))
 }
 
-/// Runs random cases.
+/// Runs random cases, and every kind of key list: in one pass, in two, and in the reproducible order.
 pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
     let subject = subject(settings, None);
     let threads = subjects::cpu();
     let ranks = harness.ranks();
-    for seed in 0..seeds {
+    let random = (0..seeds).map(|seed| {
         let draw = &mut Draw::new(!seed);
         let case = Case::random(seed).in_dtype(draw.pick(subject.dtypes()));
         let setting = suite::random_setting(&case, ranks, draw);
+        (seed, case, setting)
+    });
+    let listed = (0..).zip(suite::listed_cases(2)).map(|(number, mut case)| {
+        match number % 3 {
+            0 => case.spec.leaf_rows = Some(64),
+            1 => case.spec.backward = BackwardMode::TwoPass,
+            _ => {}
+        }
+        let layout = suite::LAYOUTS[annulus_core::index(number % 2) * 2].clone();
+        (number, case.in_dtype(DType::F32), Setting::new(ranks, layout))
+    });
+    for (seed, case, setting) in random.chain(listed) {
         let of_threads = OfThreads { subject: &threads, setting: &setting };
         let subjects = std::slice::from_ref(&subject);
         let verdict = examine(harness, subjects, &case, &setting, &of_threads);

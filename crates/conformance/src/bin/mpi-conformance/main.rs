@@ -4,7 +4,7 @@
 //! | word | requirement |
 //! |---|---|
 //! | `messages` | the transport's contract: any pattern arrives intact; every misuse is its typed error; all-gathers, aborts, dropped endpoints |
-//! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
+//! | `cases SEEDS` | random cases and key lists over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
 //! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes; with standard sends, synchronous sends and announced messages |
 //! | `cache` | a KV cache: the oracle's numbers, and constant bytes per token |
 //! | `backend NAME SEEDS` | every strategy on this backend: the oracle's numbers, the bits of the ring of threads, the predicted bytes; a KV cache in f32 |
