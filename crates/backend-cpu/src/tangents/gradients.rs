@@ -23,7 +23,7 @@ use crate::{
     simd::{
         dispatch::{MAX_REGISTER_ROWS, Real, SimdKernel},
         element::Float,
-        vector::{Vector, each_row_mut, unrolled},
+        vector::{MAX_LANES, Vector, each_row_mut, unrolled},
     },
     threads::{
         ordered_reduction::lock,
@@ -56,35 +56,15 @@ impl<A: Real> RowPanel<A> {
     /// Packs the vectors `rows` of one head.
     fn fill<E: TileInput<Accumulator = A>>(
         &mut self,
-        lanes: usize,
+        geometry: &Geometry,
         plane: Plane<'_, E>,
         rows: Range<usize>,
         dim: usize,
     ) {
         self.rows = rows.len();
-        let mut is_finite = true;
-        let count = rows.len();
-        for (index, row) in rows.enumerate() {
-            let vector = plane.vector(row);
-            for (first, columns) in column_panels(dim.next_multiple_of(A::WIDTH), lanes) {
-                let into = &mut self.elements[first * count + index * columns..][..columns];
-                let (into, rest) = into.split_at_mut(columns.min(dim - first));
-                rest.fill(A::ZERO);
-                match vector.to_slice() {
-                    Some(vector) => {
-                        let from = &vector[first..first + into.len()];
-                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
-                    }
-                    None => {
-                        let from = vector.iter().skip(first);
-                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
-                    }
-                }
-                // a reduction by `and`, which the compiler vectorises, as it does not a sum
-                is_finite &= into.iter().fold(true, |all, &x| all & (x * A::ZERO == A::ZERO));
-            }
-        }
-        self.finite = is_finite;
+        let lanes = geometry.strip_lanes();
+        let kernel = FillRows { plane, rows, dim, lanes, into: &mut self.elements };
+        self.finite = A::run_kernel(geometry.token, 1, kernel);
     }
 
     /// Adds Σ_i tile\[j\]\[i\]·row(i) to `into`, the sums of a tile of keys j, for the keys `rows`.
@@ -117,6 +97,46 @@ impl<A: Real> RowPanel<A> {
             let into = &mut into[rows.start * columns..rows.end * columns];
             gemm_rows(strip, a, coord.width, b, into);
         }
+    }
+}
+
+/// Writes vectors of one head to the panels of a [`RowPanel`]. Returns true if all are finite.
+struct FillRows<'a, 's, E: TileInput> {
+    plane: Plane<'s, E>,
+    rows: Range<usize>,
+    dim: usize,
+    lanes: usize,
+    into: &'a mut [Acc<E>],
+}
+
+impl<E: TileInput> SimdKernel<Acc<E>> for FillRows<'_, '_, E> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<Acc<E>>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let Self { plane, rows, dim, lanes, into } = self;
+        let zero = V::splat(Acc::<E>::ZERO);
+        // Σ 0·x is NaN exactly if some x is not finite
+        let mut probe = zero;
+        let count = rows.len();
+        for (index, row) in rows.enumerate() {
+            let vector = plane.vector(row);
+            for (first, columns) in column_panels(dim.next_multiple_of(V::WIDTH), lanes) {
+                let into = &mut into[first * count + index * columns..][..columns];
+                for (at, [into]) in V::strip_mut::<1>(into).iter_mut().enumerate() {
+                    let first = first + at * V::WIDTH;
+                    let elements = match vector.to_slice() {
+                        Some(vector) => V::widen(&vector[first..]),
+                        None => V::widen(&std::array::from_fn::<E, MAX_LANES, _>(|i| {
+                            vector.get(first + i).copied().unwrap_or(E::from_f64(0.0))
+                        })),
+                    };
+                    probe = elements.multiply_add(zero, probe);
+                    elements.store(into);
+                }
+            }
+        }
+        probe.total() == Acc::<E>::ZERO
     }
 }
 
@@ -237,7 +257,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
     ) {
         let Self { block, dout, .. } = self;
         let dims = block.geometry.dims;
-        let into = &mut scratch.q_lanes[..3 * dims.head_dim * width];
+        let into = &mut scratch.q_lanes[..2 * dims.head_dim * width];
         block.pack_queries(batch, head, rows.clone(), width, into);
         let lanes = &mut scratch.dout_lanes[..dims.value_dim * width];
         let dout = dout.plane(batch, head);
@@ -248,7 +268,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             (dout, dims.value_dim),
         ];
         for (panel, (plane, dim)) in scratch.gradients.rows.iter_mut().zip(sources) {
-            panel.fill(block.geometry.strip_lanes(), plane, rows.clone(), dim);
+            panel.fill(&block.geometry, plane, rows.clone(), dim);
         }
     }
 
@@ -272,6 +292,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let v = values.view().starting_at(at(values.stride));
         let k_tangent = k.starting_at(dims.head_dim);
         let v_tangent = v.starting_at(dims.value_dim);
+        let q_lanes = &q_lanes[..2 * dims.head_dim * coord.width];
         block.scores(coord, tile_mask, k, q_lanes, tiles, None);
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];
@@ -330,11 +351,19 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let group = block.geometry.dims.group();
         let q_rows = if queries == 1 { 1 } else { block.visibility.queries.len() };
         let head = if heads == 1 { 0 } else { coord.head % group };
-        let key_rows = &block.visibility.keys.rows()[coord.keys.clone()];
+        let scores = &block.scores;
+        let key_rows = &scores.keys.rows()[coord.keys.clone()];
+        let positions = (scores.queries.positions(coord.batch), scores.keys.positions(coord.batch));
         for key in mask.rows().clone() {
-            let column = bias_column(keys, key_rows[key]);
             for query in (0..coord.queries.len()).filter(|&query| mask.visible(key, query)) {
                 let row = if queries == 1 { 0 } else { coord.queries.start + query };
+                let column = match &scores.spec.bias_table {
+                    Some(table) => table.index(
+                        positions.0[coord.queries.start + query],
+                        positions.1[coord.keys.start + key],
+                    ),
+                    None => bias_column(keys, key_rows[key]),
+                };
                 dbias[(head * q_rows + row) * keys + column] += tile[key * coord.width + query];
             }
         }

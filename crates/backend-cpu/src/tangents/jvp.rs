@@ -61,7 +61,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
     ) {
         let (batch, head) = (chunk.batch, chunk.head);
         let kv_head = self.geometry.dims.kv_head(head);
-        let lanes = 3 * self.geometry.dims.head_dim;
+        let lanes = 2 * self.geometry.dims.head_dim;
         let strips = || self.geometry.strips(chunk.rows.len());
         for strip in strips() {
             let into = &mut scratch.q_lanes[strip_elements(&strip, lanes)];
@@ -117,7 +117,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let size = (token, coord.vectors);
         let TangentScratch { keys, values, q_lanes, tiles, tile_max, rescale, tile_mask, .. } =
             scratch;
-        let q_lanes = &q_lanes[strip_elements(strip, 3 * dims.head_dim)];
+        let q_lanes = &q_lanes[strip_elements(strip, 2 * dims.head_dim)];
         let tile_max = &mut tile_max[..coord.width];
         let wanted = Some(&mut *tile_max);
         let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, wanted);

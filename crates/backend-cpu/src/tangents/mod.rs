@@ -37,6 +37,7 @@ use crate::{
     },
     tile::{
         bias::load_bias,
+        bias_table::TableTile,
         gemm::gemm_nn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
@@ -129,7 +130,7 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         })
     }
 
-    /// Packs the lanes of q, q̇ and q again of a strip of queries.
+    /// Packs the lanes of q̇ and q of a strip of queries.
     fn pack_queries(
         &self,
         batch: usize,
@@ -138,12 +139,9 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         width: usize,
         into: &mut [Acc<E>],
     ) {
-        let one = self.geometry.dims.head_dim * width;
-        let (q, rest) = into.split_at_mut(one);
-        let (q_tangent, again) = rest.split_at_mut(one);
+        let (q_tangent, q) = into.split_at_mut(self.geometry.dims.head_dim * width);
         self.geometry.pack_strip(self.q.plane(batch, head), rows.clone(), width, q);
         self.geometry.pack_strip(self.q_tangent.plane(batch, head), rows, width, q_tangent);
-        again.copy_from_slice(q);
     }
 
     /// Classifies the tile of the 64 queries that contain local query `row` and `keys`. Returns
@@ -175,12 +173,12 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
     ) -> TileProducts {
         let Self { geometry: Geometry { token, dims, .. }, scores, .. } = self;
         let strip = (*token, coord.vectors);
-        let one = dims.head_dim * coord.width;
+        let q = &q_lanes[dims.head_dim * coord.width..];
         let TangentTiles { s, s_tangent, .. } = tiles;
         let is_jvp = tile_max.is_some();
         let tile_max = tile_max.filter(|_| !scores.needs_epilogue());
-        let products = gemm_nn(strip, tile_mask, panel, &q_lanes[..one], s, tile_max, &mut ());
-        gemm_nn(strip, tile_mask, panel, &q_lanes[one..3 * one], s_tangent, None, &mut ());
+        let products = gemm_nn(strip, tile_mask, panel, q, s, tile_max, &mut ());
+        gemm_nn(strip, tile_mask, panel, q_lanes, s_tangent, None, &mut ());
         if scores.needs_epilogue() {
             self.finish_scores(coord, tile_mask, tiles, !is_jvp);
         }
@@ -207,7 +205,10 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         if has_bias {
             scores.fill_bias(coord, tile_mask, extra);
         }
-        if let Some(bias) = self.bias_tangent {
+        if let (Some(bias), Some(table)) = (self.bias_tangent, &scores.spec.bias_table) {
+            let sides = (scores.queries, scores.keys);
+            TableTile::new(table, sides, coord, tile_mask.rows()).fill(bias, bias_tangent);
+        } else if let Some(bias) = self.bias_tangent {
             let pairs = coord.pairs(tile_mask.rows());
             let rows = &scores.keys.rows()[coord.keys.clone()][pairs.keys.clone()];
             let keys = (pairs.keys.start, rows);
