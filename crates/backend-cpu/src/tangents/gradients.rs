@@ -18,7 +18,7 @@ use annulus_core::{
     Tick,
 };
 
-use super::{TangentBlock, coord, strip_elements};
+use super::{RowsAhead, TangentBlock, coord, strip_elements};
 use crate::{
     simd::{
         dispatch::{MAX_REGISTER_ROWS, Real, SimdKernel},
@@ -35,6 +35,7 @@ use crate::{
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
         operands::Previous,
+        prefetch::PrefetchRows,
         tile_mask::{TILE, TileMask},
     },
     workspace::{
@@ -206,16 +207,41 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             scratch.values.fill(token, &self.block.values, batch, kv_head, keys.clone());
             scratch.gradients.dk.fill(Acc::<E>::ZERO);
             scratch.gradients.dv.fill(Acc::<E>::ZERO);
-            for chunk in &mut *chunks {
-                for strip in self.block.geometry.strips(chunk.rows.len()) {
+            let geometry = self.block.geometry;
+            for index in 0..chunks.len() {
+                for strip in geometry.strips(chunks[index].rows.len()) {
                     if ticker.should_stop() {
                         return;
                     }
-                    self.attend_strip(scratch, chunk, &strip, &keys, dbias);
+                    let next = self.next_strip(chunks, index, &strip);
+                    let mut ahead = RowsAhead::new([next, Default::default()]);
+                    let chunk = &mut chunks[index];
+                    self.attend_strip(scratch, chunk, &strip, &keys, (dbias, &mut ahead));
                 }
             }
             self.write(scratch, batch, kv_head, &keys);
         }
+    }
+
+    /// Returns the rows of the strip after one of chunk number `index`: of that chunk, of the next
+    /// one or, for the next block of keys, of the first.
+    fn next_strip(
+        &self,
+        chunks: &[Chunk<Acc<E>>],
+        index: usize,
+        strip: &Strip,
+    ) -> ([PrefetchRows; 3], Range<usize>) {
+        let Self { block, dout, .. } = self;
+        let chunk = &chunks[index];
+        let (chunk, first) = match strip.rows.end < chunk.rows.len() {
+            true => (chunk, strip.rows.end),
+            false => (&chunks[(index + 1) % chunks.len()], 0),
+        };
+        let first = chunk.rows.start + first;
+        let rows = first..chunk.rows.end.min(first + block.geometry.strip_lanes());
+        let [q, q_tangent] = block.query_rows(chunk.batch, chunk.head);
+        let dout = PrefetchRows::of(dout.plane(chunk.batch, chunk.head));
+        ([q, q_tangent, dout], rows)
     }
 
     fn attend_strip(
@@ -224,7 +250,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
         block_keys: &Range<usize>,
-        dbias: &mut [Acc<E>],
+        (dbias, ahead): (&mut [Acc<E>], &mut RowsAhead),
     ) {
         let Self { block, .. } = self;
         let (batch, head) = (chunk.batch, chunk.head);
@@ -242,7 +268,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             }
             let coord = coord(chunk, strip, &keys);
             let tile = (first - block_keys.start) / TILE;
-            self.attend_tile(scratch, chunk, strip, (&coord, tile), dbias);
+            self.attend_tile(scratch, chunk, strip, (&coord, tile), (&mut *dbias, &mut *ahead));
         }
     }
 
@@ -278,7 +304,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
         (coord, tile): (&TileCoord, usize),
-        dbias: &mut [Acc<E>],
+        (dbias, ahead): (&mut [Acc<E>], &mut RowsAhead),
     ) {
         let Self { block, .. } = self;
         let geometry = &block.geometry;
@@ -293,11 +319,11 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let k_tangent = k.starting_at(dims.head_dim);
         let v_tangent = v.starting_at(dims.value_dim);
         let q_lanes = &q_lanes[..2 * dims.head_dim * coord.width];
-        block.scores(coord, tile_mask, k, q_lanes, tiles, None);
+        block.scores(coord, tile_mask, k, q_lanes, tiles, None, ahead);
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];
-        gemm_nn(size, tile_mask, v, dout_lanes, dp, None, &mut ());
-        gemm_nn(size, tile_mask, v_tangent, dout_lanes, dp_tangent, None, &mut ());
+        gemm_nn(size, tile_mask, v, dout_lanes, dp, None, ahead);
+        gemm_nn(size, tile_mask, v_tangent, dout_lanes, dp_tangent, None, ahead);
         let has_keep = block.scores.fill_keep(coord, tile_mask.rows(), extra);
         let span = coord.span(tile_mask.rows());
         let lanes = strip.rows.start..strip.rows.start + strip.width;
@@ -322,8 +348,8 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         }
         let dq = &mut chunk.dq[strip_elements(strip, geometry.head_rows())];
         let (ds_tangent, ds) = (&s_tangent[span.clone()], &s[span]);
-        gemm_tn(size, tile_mask, k, ds_tangent.into(), dq, Previous::Add, &mut ());
-        gemm_tn(size, tile_mask, k_tangent, ds.into(), dq, Previous::Add, &mut ());
+        gemm_tn(size, tile_mask, k, ds_tangent.into(), dq, Previous::Add, ahead);
+        gemm_tn(size, tile_mask, k_tangent, ds.into(), dq, Previous::Add, ahead);
 
         // whole register tiles of keys, of which those around the visible ones have no gradient
         let visible = tile_mask.rows();
