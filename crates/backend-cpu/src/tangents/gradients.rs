@@ -319,7 +319,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let k_tangent = k.starting_at(dims.head_dim);
         let v_tangent = v.starting_at(dims.value_dim);
         let q_lanes = &q_lanes[..2 * dims.head_dim * coord.width];
-        block.scores(coord, tile_mask, k, q_lanes, tiles, None, ahead);
+        block.scores(coord, tile_mask, k, q_lanes, tiles, (None, ahead));
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];
         gemm_nn(size, tile_mask, v, dout_lanes, dp, None, ahead);

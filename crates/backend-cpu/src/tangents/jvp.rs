@@ -142,7 +142,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let q_lanes = &q_lanes[strip_elements(strip, 2 * dims.head_dim)];
         let tile_max = &mut tile_max[..coord.width];
         let wanted = Some(&mut *tile_max);
-        let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, wanted, ahead);
+        let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, (wanted, ahead));
         let scale = self.scores.deferred_scale();
         let TangentTiles { s, s_tangent, extra, .. } = tiles;
         let span = coord.span(tile_mask.rows());

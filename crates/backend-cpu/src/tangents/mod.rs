@@ -211,8 +211,7 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         panel: PanelView<'_, Acc<E>>,
         q_lanes: &[Acc<E>],
         tiles: &mut TangentTiles<Acc<E>>,
-        tile_max: Option<&mut [Acc<E>]>,
-        ahead: &mut RowsAhead,
+        (tile_max, ahead): (Option<&mut [Acc<E>]>, &mut RowsAhead),
     ) -> TileProducts {
         let Self { geometry: Geometry { token, dims, .. }, scores, .. } = self;
         let strip = (*token, coord.vectors);
