@@ -72,6 +72,11 @@ def drawn(number: int, least: int = 3) -> Configuration:
         options["route"] = ("relay_up", "relay_down", "direct")[int(draw.integers(3))]
     if ranks > 1 and chance(0.3):
         options["receive_ahead"] = 2
+    if chance(0.2):
+        tables = {"clipped:2,1": 4, "t5:4,3": 4, "t5-causal:4,3": 4, "grid:2x3": 15}
+        options["bias_table"] = list(tables)[int(draw.integers(len(tables)))]
+        shape = (heads if chance(0.5) else 1, tables[options["bias_table"]])
+        tensors["bias"] = tensor(draw, *shape)
     return Configuration(tensors, options, ranks)
 
 
@@ -149,7 +154,9 @@ def check_over_ranks(number: int, comm: Any) -> None:
 
     def own(name: str, x: Any) -> Any:
         axis, rows = axes.get(name, (0, None))
-        return x if rows is None or x.shape[axis] == 1 else x[(slice(None),) * axis + (rows,)]
+        # a table is whole on every rank
+        whole = rows is None or x.ndim <= axis or x.shape[axis] == 1
+        return x if whole else x[(slice(None),) * axis + (rows,)]
 
     def of_rank(*tensors: Any) -> tuple[Any, Any]:
         parts = [own(name, x) for name, x in zip(configuration.tensors, tensors, strict=True)]

@@ -198,8 +198,7 @@ impl Attention {
     /// every pass then needs ([`crate::Tensors::with_bias_table`]), in place of a bias tensor. Its
     /// gradient is the gradient of the bias, summed over all pairs and ranks. Default: none.
     ///
-    /// It takes the memory of the table, not of a tensor of all pairs. On the CPU; refused with
-    /// [`Attention::second_derivatives`].
+    /// It takes the memory of the table, not of a tensor of all pairs. On the CPU.
     ///
     /// # Shapes
     /// The table: `[q_heads|1, entries]`; the bias and its gradient `[1, q_heads|1, 1, entries]`,

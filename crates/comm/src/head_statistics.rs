@@ -64,11 +64,17 @@ pub(crate) fn write<S: Space>(
 fn own_rows(rows: &mut HostViewMut<'_>) -> Result<Vec<HeadRows>> {
     let [_, heads, per_head, _] = rows.shape();
     let mut all = memory::filled("statistics by head", heads, HeadRows::EMPTY)?;
-    let mut row = 0;
+    // head of the next row, and the rows of it that are left
+    let mut head = 0;
+    let mut left = per_head;
     rows.map_widened(ROWS_AT_ONCE * COUNT, |numbers| {
         for statistics in numbers.as_chunks::<COUNT>().0 {
-            all[row / per_head % heads].add_row(statistics);
-            row += 1;
+            if left == 0 {
+                head = (head + 1) % heads;
+                left = per_head;
+            }
+            all[head].add_row(statistics);
+            left -= 1;
         }
         Ok(())
     })?;

@@ -13,7 +13,7 @@ use annulus::{
 };
 use annulus_conformance::{Case, Draw, Masks, Truth, epsilon};
 use annulus_core::{
-    Spec,
+    BiasTable, Spec,
     oracle::{self, Direction},
 };
 use annulus_test_cases::facade::attention;
@@ -281,6 +281,63 @@ fn random_attentions_in_f32_and_16_bits_have_the_second_derivatives_of_the_oracl
 fn long_attentions_have_the_second_derivatives_of_the_oracle() {
     for (first, dtype) in [(4000, DType::F64), (5000, DType::F32), (6000, DType::Bf16)] {
         check((first..first + 12).map(|seed| (seed, Case::random_long(seed))), dtype);
+    }
+}
+
+/// A table, with one of its values and its direction −∞ and 0: results are those of the equal dense
+/// bias, and its gradient is the sum of theirs.
+#[test]
+fn a_bias_table_has_the_second_derivatives_of_the_equal_dense_bias() {
+    let kinds = ["clipped:5,9", "t5:8,20", "t5-causal:6,16", "grid:3x7", "clipped:200,3"];
+    for (seed, text) in (9000..).zip(kinds) {
+        let draw = &mut Draw::new(seed);
+        let table: BiasTable = text.parse().unwrap();
+        let dims = Dims { kv_heads: 2, ..Dims::new(2, 150, 4, 6) };
+        let orders = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap];
+        let spec = Spec {
+            bias: Some([1, 4, 150, 150]),
+            bias_order: orders[usize::from(seed % 3 == 0)],
+            soft_cap: (seed % 2 == 1).then_some(3.0),
+            ..Spec::new(dims, DType::F64)
+        };
+        let masks = Masks { causal: seed % 3 == 1, ..Masks::default() };
+        let mut dense = Directed::of(Case::new(text, spec, masks, draw), draw);
+        let of_table =
+            attention(&dense.case).bias(None).bias_table(table.clone()).second_derivatives(true);
+        let mut tabled = Directed { case: dense.case.clone(), direction: dense.direction.clone() };
+        let pairs = [&mut dense.case, &mut dense.direction];
+        let tables = [&mut tabled.case, &mut tabled.direction];
+        for ((pairs, tables), hidden) in pairs.into_iter().zip(tables).zip([f64::NEG_INFINITY, 0.0])
+        {
+            let mut values = Array4::from_shape_simple_fn(table.shape(4), || draw.normal());
+            values[[0, 1, 0, 2]] = hidden;
+            let of = |(_, h, i, j): (usize, usize, usize, usize)| {
+                values[[0, h, 0, table.index(i as i64, j as i64)]]
+            };
+            pairs.bias = Some(Array4::from_shape_fn((1, 4, 150, 150), of));
+            tables.bias = Some(values);
+        }
+        let want = dense.computed(&mut ring(&dense.case, Division::new(), 1, 1).unwrap()).unwrap();
+        for ranks in [1, 2, 3] {
+            let runtime = Runtime::new().threads(2);
+            let setup = (of_table.clone(), Division::new(), runtime);
+            let got = tabled.computed(&mut LocalRing::new(setup, dims, ranks).unwrap()).unwrap();
+            for ((name, got), (_, want)) in got.iter().zip(&want) {
+                let mut of_table = Array::zeros(got.raw_dim());
+                let want = if *name == "dbias" {
+                    for (at, x) in want.indexed_iter() {
+                        let entry = table.index(at[2] as i64, at[3] as i64);
+                        of_table[[0, at[1], 0, entry]] += x;
+                    }
+                    &of_table
+                } else {
+                    want
+                };
+                let largest = want.iter().fold(1.0, |a: f64, x| a.max(x.abs()));
+                let same = |(a, b): (&f64, &f64)| a == b || (a - b).abs() <= 1e-12 * largest;
+                assert!(got.iter().zip(want).all(same), "{text} {name} on {ranks} ranks");
+            }
+        }
     }
 }
 

@@ -213,6 +213,19 @@ impl BiasTable {
         Some(lookup[place] as usize)
     }
 
+    /// Returns the entry of all differences from `from` to `to`, if they lie beyond one end of the
+    /// table.
+    pub fn beyond_an_end(&self, from: i64, to: i64) -> Option<usize> {
+        let Kind::Differences { first, lookup, .. } = &self.kind else { return None };
+        let last = first.saturating_add_unsigned(lookup.len() as u64 - 1);
+        let entry = match (from.min(to), from.max(to)) {
+            (_, most) if most <= *first => lookup.first(),
+            (least, _) if least >= last => lookup.last(),
+            _ => None,
+        };
+        entry.map(|&entry| entry as usize)
+    }
+
     /// True if the entry depends on the difference of the positions alone.
     pub const fn is_of_differences(&self) -> bool {
         matches!(self.kind, Kind::Differences { .. })
@@ -310,6 +323,8 @@ mod tests {
         let row: Vec<usize> = (0..7).map(|j| table.index(3, j)).collect();
         assert_eq!((table.entries(), row), (4, vec![0, 0, 1, 2, 3, 3, 3]));
         assert_eq!(table.index(i64::MIN, i64::MAX), 3);
+        let ends = [(-9, -2), (1, 5), (-9, -1), (0, 1)].map(|(a, b)| table.beyond_an_end(b, a));
+        assert_eq!(ends, [Some(0), Some(3), None, None]);
         assert_eq!(table.index(i64::MAX, i64::MIN), 0);
         assert_eq!(table.shape(6), [1, 6, 1, 4]);
         assert_eq!(table.shared_by_heads().shape(6), [1, 1, 1, 4]);

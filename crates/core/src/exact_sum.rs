@@ -26,6 +26,7 @@ impl ExactSum {
     pub const ZERO: Self = Self { digits: [0; DIGITS], not_finite: 0.0 };
 
     /// Adds one number.
+    #[inline]
     pub fn add(&mut self, x: f64) {
         const MANTISSA: u32 = f64::MANTISSA_DIGITS - 1;
         if x == 0.0 {

@@ -241,13 +241,18 @@ impl<A: Real> StripOutput<'_, A> {
         let [max, sum] = [partial.max[lane], partial.sum[lane]].map(A::to_f64);
         let max_product = partial.max_product.get(lane).map_or(max, |product| product.to_f64());
         let score_sum = partial.score_sum.get(lane).map_or(f64::NAN, |sum| sum.to_f64());
-        let head = self.geometry.heads(self.block.kv_head).start + self.group_head;
-        let sinks = sink_line(self.sinks, head);
-        let end = SoftmaxEnd::of(max, sum, 0.0, sinks.clone());
-        if end.sum.is_nan() {
-            return [A::from_f64(f64::NAN); Spec::SCORE_STATISTICS];
-        }
-        [max_product, max, end.entropy([max, sum], score_sum, sinks)].map(A::from_f64)
+        let entropy = if self.sinks.is_none() && sum > 0.0 {
+            sum.ln() - score_sum / sum
+        } else {
+            let head = self.geometry.heads(self.block.kv_head).start + self.group_head;
+            let sinks = sink_line(self.sinks, head);
+            let end = SoftmaxEnd::of(max, sum, 0.0, sinks.clone());
+            if end.sum.is_nan() {
+                return [A::from_f64(f64::NAN); Spec::SCORE_STATISTICS];
+            }
+            end.entropy([max, sum], score_sum, sinks)
+        };
+        [max_product, max, entropy].map(A::from_f64)
     }
 
     /// Returns the lanes of the strip's rows in the statistics of the block.

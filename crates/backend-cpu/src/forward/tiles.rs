@@ -49,13 +49,14 @@ use crate::{
         operands::Previous,
         pack::PanelsInPlace,
         prefetch::{PrefetchRows, Prefetcher},
+        scores::LaneMaxima,
         softmax::{MultiplyTile, OnlineSoftmax, OnlineSoftmaxStatistics},
         tile_mask::TILE,
     },
     workspace::{
         leaves::{ArrivingKeys, BlockPart},
         query_block::{QueryBlock, QueryTask},
-        scratch::ThreadScratch,
+        scratch::{ThreadScratch, Tiles},
         state::PassState,
     },
 };
@@ -411,19 +412,13 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             tile_max_wanted,
             &mut cursor,
         );
+        let mut max_known = products.max_known;
         if !products.masked {
-            let max_product = match block.partial.max_product.get_mut(lanes.clone()) {
-                Some(of_lanes) => of_lanes,
-                None => &mut [],
-            };
-            self.scores.finish_with_maximum(
-                coord,
-                tile_mask,
-                &mut tiles.s,
-                None,
-                &mut tiles.extra,
-                max_product,
-            );
+            let of_lanes = block.partial.max_product.get_mut(lanes.clone());
+            let maxima =
+                LaneMaxima { products: of_lanes.unwrap_or_default(), scores: &mut *tile_max };
+            let Tiles { s, extra, .. } = tiles;
+            max_known |= self.scores.finish_with_maxima(coord, tile_mask, s, None, extra, maxima);
         }
 
         let span = coord.span(tile_mask.rows());
@@ -437,7 +432,7 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
         // no visible key yet; bitwise, so that the comparisons are vectors
         let is_first = max.iter().fold(true, |first, &max| first & (max == -Acc::<E>::INFINITY));
         let scale = self.scores.deferred_scale();
-        let tile_max = products.max_known.then_some(&*tile_max);
+        let tile_max = max_known.then_some(&*tile_max);
         let row_ranges = products.row_ranges.filter(|_| products.masked);
         let softmax =
             OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, row_ranges, rescale };

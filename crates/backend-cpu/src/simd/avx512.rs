@@ -18,6 +18,35 @@ use crate::simd::{
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Zmm<const PAIRS: bool>(__m512);
 
+impl<const PAIRS: bool> Zmm<PAIRS> {
+    /// Computes e^x = 2^n · 2^r with n = round(x·log₂e) and r the remainder.
+    ///
+    /// x·log₂e has a rounding error of half a unit in its last place, which the result multiplies
+    /// by e^x. For x ≤ 0 its effect is at most that of an error in r near 1.
+    ///
+    /// Also returns the lanes that are not 0 because e^x would be subnormal.
+    #[inline(always)]
+    fn softmax_exp_and_lanes(self) -> (Self, __mmask16) {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        unsafe {
+            let x = _mm512_mul_ps(self.0, _mm512_set1_ps(std::f32::consts::LOG2_E));
+            // nearest integer, without exceptions
+            let n = _mm512_roundscale_ps::<8>(x);
+            let r = _mm512_sub_ps(x, n);
+            let mut y = _mm512_set1_ps(EXP2_COEFFICIENTS[5]);
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[4]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[3]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[2]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[1]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[0]));
+            // "not less than" is true for NaN, which stays NaN; −∞ − −∞ gives NaN but is masked to
+            // 0
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            (Self(_mm512_maskz_scalef_ps(normal, y, n)), normal)
+        }
+    }
+}
+
 const EIGHT: usize = 8;
 
 /// Returns the mask of the first sixteen lanes.
@@ -179,29 +208,17 @@ impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
         Self(unsafe { _mm512_max_ps(self.0, than.0) })
     }
 
-    /// Computes e^x = 2^n · 2^r with n = round(x·log₂e) and r the remainder.
-    ///
-    /// x·log₂e has a rounding error of half a unit in its last place, which the result multiplies
-    /// by e^x. For x ≤ 0 its effect is at most that of an error in r near 1.
     #[inline(always)]
     fn softmax_exp(self) -> Self {
-        // SAFETY: the machine has the instructions: invariant of `Zmm`.
-        unsafe {
-            let x = _mm512_mul_ps(self.0, _mm512_set1_ps(std::f32::consts::LOG2_E));
-            // nearest integer, without exceptions
-            let n = _mm512_roundscale_ps::<8>(x);
-            let r = _mm512_sub_ps(x, n);
-            let mut y = _mm512_set1_ps(EXP2_COEFFICIENTS[5]);
-            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[4]));
-            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[3]));
-            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[2]));
-            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[1]));
-            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(EXP2_COEFFICIENTS[0]));
-            // "not less than" is true for NaN, which stays NaN; −∞ − −∞ gives NaN but is masked to
-            // 0
-            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
-            Self(_mm512_maskz_scalef_ps(normal, y, n))
-        }
+        self.softmax_exp_and_lanes().0
+    }
+
+    #[inline(always)]
+    fn softmax_exp_and_sum(self, sum: &mut Self) -> Self {
+        let (exp, normal) = self.softmax_exp_and_lanes();
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        sum.0 = unsafe { _mm512_mask3_fmadd_ps(exp.0, self.0, sum.0, normal) };
+        exp
     }
 
     #[inline(always)]

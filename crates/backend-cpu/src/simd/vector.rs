@@ -80,6 +80,16 @@ pub(crate) trait Vector<A: Float>: Copy {
     /// Computes e^self for arguments at most slightly above 0: 0 where e^self is subnormal, NaN for
     /// NaN.
     fn softmax_exp(self) -> Self;
+    /// Computes [`Vector::softmax_exp`], and adds e^self·self to `sum` in the lanes where e^self is
+    /// not 0: 0·(−∞) would be NaN.
+    #[inline(always)]
+    fn softmax_exp_and_sum(self, sum: &mut Self) -> Self {
+        let exp = self.softmax_exp();
+        // e^x is 0 in f32 and f64 below this
+        let least = Self::splat(A::from_f64(-1e4));
+        *sum = exp.multiply_add(self.if_larger(least), *sum);
+        exp
+    }
     /// Returns self in the lanes whose bit of `word` is set, else `other`. Lane 0 is bit 0.
     fn select(self, word: u64, other: Self) -> Self;
     /// Returns `then` in the lanes where self equals `b`, else `other`.

@@ -18,12 +18,12 @@ use annulus_core::{
     Tick,
 };
 
-use super::{TangentBlock, coord, strip_elements};
+use super::{RowsAhead, TangentBlock, coord, strip_elements};
 use crate::{
     simd::{
         dispatch::{MAX_REGISTER_ROWS, Real, SimdKernel},
         element::Float,
-        vector::{Vector, each_row_mut, unrolled},
+        vector::{MAX_LANES, Vector, each_row_mut, unrolled},
     },
     threads::{
         ordered_reduction::lock,
@@ -35,6 +35,7 @@ use crate::{
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
         operands::Previous,
+        prefetch::PrefetchRows,
         tile_mask::{TILE, TileMask},
     },
     workspace::{
@@ -56,35 +57,15 @@ impl<A: Real> RowPanel<A> {
     /// Packs the vectors `rows` of one head.
     fn fill<E: TileInput<Accumulator = A>>(
         &mut self,
-        lanes: usize,
+        geometry: &Geometry,
         plane: Plane<'_, E>,
         rows: Range<usize>,
         dim: usize,
     ) {
         self.rows = rows.len();
-        let mut is_finite = true;
-        let count = rows.len();
-        for (index, row) in rows.enumerate() {
-            let vector = plane.vector(row);
-            for (first, columns) in column_panels(dim.next_multiple_of(A::WIDTH), lanes) {
-                let into = &mut self.elements[first * count + index * columns..][..columns];
-                let (into, rest) = into.split_at_mut(columns.min(dim - first));
-                rest.fill(A::ZERO);
-                match vector.to_slice() {
-                    Some(vector) => {
-                        let from = &vector[first..first + into.len()];
-                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
-                    }
-                    None => {
-                        let from = vector.iter().skip(first);
-                        into.iter_mut().zip(from).for_each(|(into, from)| *into = from.widen());
-                    }
-                }
-                // a reduction by `and`, which the compiler vectorises, as it does not a sum
-                is_finite &= into.iter().fold(true, |all, &x| all & (x * A::ZERO == A::ZERO));
-            }
-        }
-        self.finite = is_finite;
+        let lanes = geometry.strip_lanes();
+        let kernel = FillRows { plane, rows, dim, lanes, into: &mut self.elements };
+        self.finite = A::run_kernel(geometry.token, 1, kernel);
     }
 
     /// Adds Σ_i tile\[j\]\[i\]·row(i) to `into`, the sums of a tile of keys j, for the keys `rows`.
@@ -117,6 +98,46 @@ impl<A: Real> RowPanel<A> {
             let into = &mut into[rows.start * columns..rows.end * columns];
             gemm_rows(strip, a, coord.width, b, into);
         }
+    }
+}
+
+/// Writes vectors of one head to the panels of a [`RowPanel`]. Returns true if all are finite.
+struct FillRows<'a, 's, E: TileInput> {
+    plane: Plane<'s, E>,
+    rows: Range<usize>,
+    dim: usize,
+    lanes: usize,
+    into: &'a mut [Acc<E>],
+}
+
+impl<E: TileInput> SimdKernel<Acc<E>> for FillRows<'_, '_, E> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<Acc<E>>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let Self { plane, rows, dim, lanes, into } = self;
+        let zero = V::splat(Acc::<E>::ZERO);
+        // Σ 0·x is NaN exactly if some x is not finite
+        let mut probe = zero;
+        let count = rows.len();
+        for (index, row) in rows.enumerate() {
+            let vector = plane.vector(row);
+            for (first, columns) in column_panels(dim.next_multiple_of(V::WIDTH), lanes) {
+                let into = &mut into[first * count + index * columns..][..columns];
+                for (at, [into]) in V::strip_mut::<1>(into).iter_mut().enumerate() {
+                    let first = first + at * V::WIDTH;
+                    let elements = match vector.to_slice() {
+                        Some(vector) => V::widen(&vector[first..]),
+                        None => V::widen(&std::array::from_fn::<E, MAX_LANES, _>(|i| {
+                            vector.get(first + i).copied().unwrap_or(E::from_f64(0.0))
+                        })),
+                    };
+                    probe = elements.multiply_add(zero, probe);
+                    elements.store(into);
+                }
+            }
+        }
+        probe.total() == Acc::<E>::ZERO
     }
 }
 
@@ -186,16 +207,41 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             scratch.values.fill(token, &self.block.values, batch, kv_head, keys.clone());
             scratch.gradients.dk.fill(Acc::<E>::ZERO);
             scratch.gradients.dv.fill(Acc::<E>::ZERO);
-            for chunk in &mut *chunks {
-                for strip in self.block.geometry.strips(chunk.rows.len()) {
+            let geometry = self.block.geometry;
+            for index in 0..chunks.len() {
+                for strip in geometry.strips(chunks[index].rows.len()) {
                     if ticker.should_stop() {
                         return;
                     }
-                    self.attend_strip(scratch, chunk, &strip, &keys, dbias);
+                    let next = self.next_strip(chunks, index, &strip);
+                    let mut ahead = RowsAhead::new([next, Default::default()]);
+                    let chunk = &mut chunks[index];
+                    self.attend_strip(scratch, chunk, &strip, &keys, (dbias, &mut ahead));
                 }
             }
             self.write(scratch, batch, kv_head, &keys);
         }
+    }
+
+    /// Returns the rows of the strip after one of chunk number `index`: of that chunk, of the next
+    /// one or, for the next block of keys, of the first.
+    fn next_strip(
+        &self,
+        chunks: &[Chunk<Acc<E>>],
+        index: usize,
+        strip: &Strip,
+    ) -> ([PrefetchRows; 3], Range<usize>) {
+        let Self { block, dout, .. } = self;
+        let chunk = &chunks[index];
+        let (chunk, first) = match strip.rows.end < chunk.rows.len() {
+            true => (chunk, strip.rows.end),
+            false => (&chunks[(index + 1) % chunks.len()], 0),
+        };
+        let first = chunk.rows.start + first;
+        let rows = first..chunk.rows.end.min(first + block.geometry.strip_lanes());
+        let [q, q_tangent] = block.query_rows(chunk.batch, chunk.head);
+        let dout = PrefetchRows::of(dout.plane(chunk.batch, chunk.head));
+        ([q, q_tangent, dout], rows)
     }
 
     fn attend_strip(
@@ -204,7 +250,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
         block_keys: &Range<usize>,
-        dbias: &mut [Acc<E>],
+        (dbias, ahead): (&mut [Acc<E>], &mut RowsAhead),
     ) {
         let Self { block, .. } = self;
         let (batch, head) = (chunk.batch, chunk.head);
@@ -222,7 +268,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             }
             let coord = coord(chunk, strip, &keys);
             let tile = (first - block_keys.start) / TILE;
-            self.attend_tile(scratch, chunk, strip, (&coord, tile), dbias);
+            self.attend_tile(scratch, chunk, strip, (&coord, tile), (&mut *dbias, &mut *ahead));
         }
     }
 
@@ -237,7 +283,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
     ) {
         let Self { block, dout, .. } = self;
         let dims = block.geometry.dims;
-        let into = &mut scratch.q_lanes[..3 * dims.head_dim * width];
+        let into = &mut scratch.q_lanes[..2 * dims.head_dim * width];
         block.pack_queries(batch, head, rows.clone(), width, into);
         let lanes = &mut scratch.dout_lanes[..dims.value_dim * width];
         let dout = dout.plane(batch, head);
@@ -248,7 +294,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             (dout, dims.value_dim),
         ];
         for (panel, (plane, dim)) in scratch.gradients.rows.iter_mut().zip(sources) {
-            panel.fill(block.geometry.strip_lanes(), plane, rows.clone(), dim);
+            panel.fill(&block.geometry, plane, rows.clone(), dim);
         }
     }
 
@@ -258,7 +304,7 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
         (coord, tile): (&TileCoord, usize),
-        dbias: &mut [Acc<E>],
+        (dbias, ahead): (&mut [Acc<E>], &mut RowsAhead),
     ) {
         let Self { block, .. } = self;
         let geometry = &block.geometry;
@@ -272,11 +318,12 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let v = values.view().starting_at(at(values.stride));
         let k_tangent = k.starting_at(dims.head_dim);
         let v_tangent = v.starting_at(dims.value_dim);
-        block.scores(coord, tile_mask, k, q_lanes, tiles, None);
+        let q_lanes = &q_lanes[..2 * dims.head_dim * coord.width];
+        block.scores(coord, tile_mask, k, q_lanes, tiles, (None, ahead));
         let TangentTiles { s, s_tangent, dp, dp_tangent, slope, slope_tangent, extra, .. } = tiles;
         let dout_lanes = &dout_lanes[..dims.value_dim * coord.width];
-        gemm_nn(size, tile_mask, v, dout_lanes, dp, None, &mut ());
-        gemm_nn(size, tile_mask, v_tangent, dout_lanes, dp_tangent, None, &mut ());
+        gemm_nn(size, tile_mask, v, dout_lanes, dp, None, ahead);
+        gemm_nn(size, tile_mask, v_tangent, dout_lanes, dp_tangent, None, ahead);
         let has_keep = block.scores.fill_keep(coord, tile_mask.rows(), extra);
         let span = coord.span(tile_mask.rows());
         let lanes = strip.rows.start..strip.rows.start + strip.width;
@@ -301,8 +348,8 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         }
         let dq = &mut chunk.dq[strip_elements(strip, geometry.head_rows())];
         let (ds_tangent, ds) = (&s_tangent[span.clone()], &s[span]);
-        gemm_tn(size, tile_mask, k, ds_tangent.into(), dq, Previous::Add, &mut ());
-        gemm_tn(size, tile_mask, k_tangent, ds.into(), dq, Previous::Add, &mut ());
+        gemm_tn(size, tile_mask, k, ds_tangent.into(), dq, Previous::Add, ahead);
+        gemm_tn(size, tile_mask, k_tangent, ds.into(), dq, Previous::Add, ahead);
 
         // whole register tiles of keys, of which those around the visible ones have no gradient
         let visible = tile_mask.rows();
@@ -330,11 +377,19 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
         let group = block.geometry.dims.group();
         let q_rows = if queries == 1 { 1 } else { block.visibility.queries.len() };
         let head = if heads == 1 { 0 } else { coord.head % group };
-        let key_rows = &block.visibility.keys.rows()[coord.keys.clone()];
+        let scores = &block.scores;
+        let key_rows = &scores.keys.rows()[coord.keys.clone()];
+        let positions = (scores.queries.positions(coord.batch), scores.keys.positions(coord.batch));
         for key in mask.rows().clone() {
-            let column = bias_column(keys, key_rows[key]);
             for query in (0..coord.queries.len()).filter(|&query| mask.visible(key, query)) {
                 let row = if queries == 1 { 0 } else { coord.queries.start + query };
+                let column = match &scores.spec.bias_table {
+                    Some(table) => table.index(
+                        positions.0[coord.queries.start + query],
+                        positions.1[coord.keys.start + key],
+                    ),
+                    None => bias_column(keys, key_rows[key]),
+                };
                 dbias[(head * q_rows + row) * keys + column] += tile[key * coord.width + query];
             }
         }

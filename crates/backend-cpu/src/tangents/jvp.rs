@@ -11,7 +11,7 @@
 
 use annulus_core::{Block, Host, HostView, Result, TangentInputs, Tick};
 
-use super::{TangentBlock, coord, strip_elements};
+use super::{RowsAhead, TangentBlock, coord, strip_elements};
 use crate::{
     simd::{
         dispatch::{Real, SimdKernel},
@@ -24,6 +24,7 @@ use crate::{
         geometry::{Strip, TileCoord},
         input::{Acc, TileInput},
         operands::Previous,
+        prefetch::PrefetchRows,
         softmax::{MultiplyTile, OnlineSoftmax},
         tile_mask::TILE,
     },
@@ -61,7 +62,7 @@ impl<E: TileInput> TangentBlock<'_, E> {
     ) {
         let (batch, head) = (chunk.batch, chunk.head);
         let kv_head = self.geometry.dims.kv_head(head);
-        let lanes = 3 * self.geometry.dims.head_dim;
+        let lanes = 2 * self.geometry.dims.head_dim;
         let strips = || self.geometry.strips(chunk.rows.len());
         for strip in strips() {
             let into = &mut scratch.q_lanes[strip_elements(&strip, lanes)];
@@ -76,10 +77,27 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let bounds = &self.query_tiles.bounds;
         bounds.cover(plane[0], plane[1], chunk.rows.clone(), &mut chunk_tile);
         let strips: Vec<Strip> = strips().collect();
-        for keys in self.visibility.key_tiles(&chunk_tile, TILE) {
+        let [keys, values] =
+            [&self.keys, &self.values].map(|source| PrefetchRows::of(source.plane(batch, kv_head)));
+        let panels = [keys, values, PrefetchRows::default()];
+        // usually the next chunk of this thread
+        let rows_of = |head| {
+            let [q, q_tangent] = self.query_rows(batch, head);
+            [q, q_tangent, PrefetchRows::default()]
+        };
+        let rows = chunk.rows.end..chunk.rows.end + chunk.rows.len();
+        let mut queries = match self.visibility.queries.len() {
+            len if rows.start < len => (rows_of(head), rows),
+            _ if head + 1 < self.geometry.dims.q_heads => (rows_of(head + 1), 0..rows.len()),
+            _ => Default::default(),
+        };
+        let mut tiles = self.visibility.key_tiles(&chunk_tile, TILE).peekable();
+        while let Some(keys) = tiles.next() {
             if ticker.should_stop() {
                 break;
             }
+            let next = tiles.peek().cloned().unwrap_or_default();
+            let mut ahead = RowsAhead::new([(panels, next), std::mem::take(&mut queries)]);
             let mut packed = false;
             let mut has_pairs = false;
             for strip in &strips {
@@ -99,9 +117,12 @@ impl<E: TileInput> TangentBlock<'_, E> {
                     scratch.values.fill(token, &self.values, batch, kv_head, keys.clone());
                 }
                 let coord = coord(chunk, strip, &keys);
-                self.attend_tile(scratch, chunk, strip, &coord);
+                self.attend_tile(scratch, chunk, strip, &coord, &mut ahead);
             }
+            let [_, rest] = ahead.lists;
+            queries = rest;
         }
+        drop(tiles);
         scratch.chunk_tile = chunk_tile;
     }
 
@@ -111,16 +132,17 @@ impl<E: TileInput> TangentBlock<'_, E> {
         chunk: &mut Chunk<Acc<E>>,
         strip: &Strip,
         coord: &TileCoord,
+        ahead: &mut RowsAhead,
     ) {
         let dims = self.geometry.dims;
         let token = self.geometry.token;
         let size = (token, coord.vectors);
         let TangentScratch { keys, values, q_lanes, tiles, tile_max, rescale, tile_mask, .. } =
             scratch;
-        let q_lanes = &q_lanes[strip_elements(strip, 3 * dims.head_dim)];
+        let q_lanes = &q_lanes[strip_elements(strip, 2 * dims.head_dim)];
         let tile_max = &mut tile_max[..coord.width];
         let wanted = Some(&mut *tile_max);
-        let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, wanted);
+        let products = self.scores(coord, tile_mask, keys.view(), q_lanes, tiles, (wanted, ahead));
         let scale = self.scores.deferred_scale();
         let TangentTiles { s, s_tangent, extra, .. } = tiles;
         let span = coord.span(tile_mask.rows());
@@ -162,11 +184,11 @@ impl<E: TileInput> TangentBlock<'_, E> {
         let probs = &s[span.clone()];
         let range = strip_elements(strip, self.geometry.value_rows());
         let out = &mut chunk.out[range.clone()];
-        gemm_tn(size, tile_mask, v, probs.into(), out, previous, &mut ());
+        gemm_tn(size, tile_mask, v, probs.into(), out, previous, ahead);
         let out_tangent = &mut chunk.out_tangent[range];
-        gemm_tn(size, tile_mask, v_tangent, probs.into(), out_tangent, previous, &mut ());
+        gemm_tn(size, tile_mask, v_tangent, probs.into(), out_tangent, previous, ahead);
         let weights = &s_tangent[span];
-        gemm_tn(size, tile_mask, v, weights.into(), out_tangent, Previous::Add, &mut ());
+        gemm_tn(size, tile_mask, v, weights.into(), out_tangent, Previous::Add, ahead);
     }
 }
 

@@ -37,11 +37,13 @@ use crate::{
     },
     tile::{
         bias::load_bias,
+        bias_table::TableTile,
         gemm::gemm_nn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
-        operands::TileProducts,
+        operands::{GemmEpilogue, TileProducts},
         pack::PanelView,
+        prefetch::PrefetchRows,
         scores::{MaskFill, Scores},
         tile_mask::{LaneAxis, TileMask},
     },
@@ -73,6 +75,42 @@ pub(crate) fn begin<A: Real>(
     }
     tangents.dbias.fill(A::ZERO);
     Ok(())
+}
+
+/// Epilogue of products that prefetches what is packed later, a row after each register tile: the
+/// rows of a head lie far apart, and packing them would wait for each.
+#[derive(Default)]
+struct RowsAhead {
+    /// What is packed next, and what is packed after it: rows of each of three sources.
+    lists: [([PrefetchRows; 3], Range<usize>); 2],
+    /// Rows of both lists.
+    left: usize,
+}
+
+impl RowsAhead {
+    fn new(lists: [([PrefetchRows; 3], Range<usize>); 2]) -> Self {
+        let left = lists.iter().map(|(_, rows)| rows.len()).sum();
+        Self { lists, left }
+    }
+
+    /// Prefetches the next row. Not inlined: it would take registers from the register tile.
+    #[inline(never)]
+    fn issue(&mut self) {
+        self.left -= 1;
+        let next = self.lists.iter_mut().find_map(|(sources, rows)| Some((sources, rows.next()?)));
+        if let Some((sources, row)) = next {
+            sources.iter().for_each(|source| source.prefetch(row));
+        }
+    }
+}
+
+impl GemmEpilogue for RowsAhead {
+    #[inline(always)]
+    fn after_register_tile(&mut self) {
+        if self.left > 0 {
+            self.issue();
+        }
+    }
 }
 
 /// Returns the range of a strip's elements in a list of vectors of `dim` numbers per query.
@@ -130,7 +168,7 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         })
     }
 
-    /// Packs the lanes of q, q̇ and q again of a strip of queries.
+    /// Packs the lanes of q̇ and q of a strip of queries.
     fn pack_queries(
         &self,
         batch: usize,
@@ -139,12 +177,14 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         width: usize,
         into: &mut [Acc<E>],
     ) {
-        let one = self.geometry.dims.head_dim * width;
-        let (q, rest) = into.split_at_mut(one);
-        let (q_tangent, again) = rest.split_at_mut(one);
+        let (q_tangent, q) = into.split_at_mut(self.geometry.dims.head_dim * width);
         self.geometry.pack_strip(self.q.plane(batch, head), rows.clone(), width, q);
         self.geometry.pack_strip(self.q_tangent.plane(batch, head), rows, width, q_tangent);
-        again.copy_from_slice(q);
+    }
+
+    /// Returns the rows of q and q̇ of one head.
+    fn query_rows(&self, batch: usize, head: usize) -> [PrefetchRows; 2] {
+        [self.q, self.q_tangent].map(|source| PrefetchRows::of(source.plane(batch, head)))
     }
 
     /// Classifies the tile of the 64 queries that contain local query `row` and `keys`. Returns
@@ -172,16 +212,16 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         panel: PanelView<'_, Acc<E>>,
         q_lanes: &[Acc<E>],
         tiles: &mut TangentTiles<Acc<E>>,
-        tile_max: Option<&mut [Acc<E>]>,
+        (tile_max, ahead): (Option<&mut [Acc<E>]>, &mut RowsAhead),
     ) -> TileProducts {
         let Self { geometry: Geometry { token, dims, .. }, scores, .. } = self;
         let strip = (*token, coord.vectors);
-        let one = dims.head_dim * coord.width;
+        let q = &q_lanes[dims.head_dim * coord.width..];
         let TangentTiles { s, s_tangent, .. } = tiles;
         let is_jvp = tile_max.is_some();
         let tile_max = tile_max.filter(|_| !scores.needs_epilogue());
-        let products = gemm_nn(strip, tile_mask, panel, &q_lanes[..one], s, tile_max, &mut ());
-        gemm_nn(strip, tile_mask, panel, &q_lanes[one..3 * one], s_tangent, None, &mut ());
+        let products = gemm_nn(strip, tile_mask, panel, q, s, tile_max, ahead);
+        gemm_nn(strip, tile_mask, panel, q_lanes, s_tangent, None, ahead);
         if scores.needs_epilogue() {
             self.finish_scores(coord, tile_mask, tiles, !is_jvp);
         }
@@ -208,7 +248,10 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         if has_bias {
             scores.fill_bias(coord, tile_mask, extra);
         }
-        if let Some(bias) = self.bias_tangent {
+        if let (Some(bias), Some(table)) = (self.bias_tangent, &scores.spec.bias_table) {
+            let sides = (scores.queries, scores.keys);
+            TableTile::new(table, sides, coord, tile_mask.rows()).fill(bias, bias_tangent);
+        } else if let Some(bias) = self.bias_tangent {
             let pairs = coord.pairs(tile_mask.rows());
             let rows = &scores.keys.rows()[coord.keys.clone()][pairs.keys.clone()];
             let keys = (pairs.keys.start, rows);

@@ -13,7 +13,10 @@ use annulus_core::{BiasTable, Rows};
 use ndarray::{ArrayView1, ArrayView4, s};
 
 use crate::{
-    simd::dispatch::Real,
+    simd::{
+        dispatch::{IsaToken, Real, SimdKernel},
+        vector::{MAX_LANES, Vector, each_row, unrolled},
+    },
     tile::{
         geometry::{QueryKeyPairs, TileCoord},
         tile_mask::{LaneAxis, TILE},
@@ -70,26 +73,39 @@ impl<'a> TableTile<'a> {
         }
     }
 
-    /// Writes the biases, and 0 in the lanes that are not used. Returns true if one of the biases is
-    /// −∞. `bias` is `[1, heads|1, 1, entries]`.
-    pub(crate) fn fill<A: Real>(&self, bias: ArrayView4<'_, A>, into: &mut [A]) -> bool {
+    /// Returns the row of the table `bias`, `[1, heads|1, 1, entries]`, of the tile's head.
+    fn values<'b, A>(&self, bias: ArrayView4<'b, A>) -> ArrayView1<'b, A> {
         let head = if bias.dim().1 == 1 { 0 } else { self.coord.head };
-        let values: ArrayView1<'_, A> = bias.slice_move(s![0, head, 0, ..]);
+        bias.slice_move(s![0, head, 0, ..])
+    }
+
+    /// Writes the bias of each diagonal to `line`, and returns their number; `None` if the tile has
+    /// no [`TableTile::diagonals`], or one of the biases is −∞.
+    pub(crate) fn fill_diagonals<A: Real>(
+        &self,
+        bias: ArrayView4<'_, A>,
+        line: &mut [A; MOST_DIAGONALS],
+    ) -> Option<Diagonals> {
+        let diagonals = self.diagonals()?;
+        let values = self.values(bias);
+        let is_finite = |value: A| value != -A::INFINITY;
+        if let Some(entry) = diagonals.only_entry(self.table) {
+            line.fill(values[entry]);
+            return is_finite(values[entry]).then_some(diagonals);
+        }
+        for (t, into) in line[..diagonals.len()].iter_mut().enumerate() {
+            *into = values[diagonals.entry(self.table, t)];
+        }
+        let line = &line[..diagonals.len()];
+        line.iter().fold(true, |all, &value| all & is_finite(value)).then_some(diagonals)
+    }
+
+    /// Writes the bias of each pair, and 0 in the lanes that are not used. Returns true if one of
+    /// the biases is −∞. `bias` is `[1, heads|1, 1, entries]`.
+    pub(crate) fn fill<A: Real>(&self, bias: ArrayView4<'_, A>, into: &mut [A]) -> bool {
+        let values = self.values(bias);
         let mut hides = false;
         let lines = into[self.coord.span(self.rows)].chunks_exact_mut(self.coord.width);
-        if let Some(diagonals) = self.diagonals() {
-            let mut line = [A::ZERO; MOST_DIAGONALS];
-            for (t, into) in line[..diagonals.len()].iter_mut().enumerate() {
-                *into = values[diagonals.entry(self.table, t)];
-                hides |= *into == -A::INFINITY;
-            }
-            for (into, of_row) in lines.zip(diagonals.rows()) {
-                let (used, unused) = into.split_at_mut(of_row.len());
-                used.copy_from_slice(&line[of_row]);
-                unused.fill(A::ZERO);
-            }
-            return hides;
-        }
         lines.for_each(|line| line.fill(A::ZERO));
         self.each_pair(|element, entry| {
             into[element] = values[entry];
@@ -124,13 +140,77 @@ impl Diagonals {
         table.of_difference(difference).unwrap_or(0)
     }
 
-    /// Iterates over the rows of the tile: the range of diagonals of its lanes.
-    pub(crate) fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let lanes = self.lanes;
-        (0..self.rows).rev().map(move |first| first..first + lanes)
+    /// Returns the entry of all diagonals, if they lie beyond one end of the table.
+    pub(crate) fn only_entry(&self, table: &BiasTable) -> Option<usize> {
+        let last = self.first.saturating_add(self.step * (self.len() as i64 - 1));
+        table.beyond_an_end(self.first, last)
+    }
+
+    /// Returns the number of rows: lane l of row r is on diagonal l − r + rows − 1.
+    pub(crate) const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Sums the rows of a tile along its diagonals; 0 of diagonals that it does not have.
+    pub(crate) fn sums<A: Real>(
+        &self,
+        (token, vectors): (IsaToken, usize),
+        tile: &[A],
+    ) -> [A; MOST_DIAGONALS] {
+        let used = u64::MAX >> (u64::BITS as usize - self.lanes);
+        A::run_kernel(token, vectors, DiagonalSums { tile, rows: self.rows, used })
+    }
+}
+
+/// Sums of a tile along its diagonals.
+///
+/// ```text
+/// rows whose shift rows − 1 − r is b modulo the width of a vector:  lines[b] += whole vectors
+/// diagonal t = Σ_b lines[b][t − b]
+/// ```
+/// Rows that are added to one line would each wait for the row before, because a load that overlaps two
+/// recent stores waits for both.
+struct DiagonalSums<'a, A> {
+    tile: &'a [A],
+    rows: usize,
+    /// Lanes that are used.
+    used: u64,
+}
+
+impl<A: Real> SimdKernel<A> for DiagonalSums<'_, A> {
+    type Output = [A; MOST_DIAGONALS];
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> Self::Output {
+        // the first MAX_LANES elements of a line stay 0
+        let mut lines = [[A::ZERO; MAX_LANES + MOST_DIAGONALS]; MAX_LANES];
+        let zero = V::splat(A::ZERO);
+        let shifts = (0..self.rows).rev();
+        for (shift, row) in shifts.zip(each_row::<A, V, _>(V::strip::<VECTORS>(self.tile))) {
+            let first = MAX_LANES + shift / V::WIDTH * V::WIDTH;
+            let line = &mut lines[shift % V::WIDTH][first..];
+            let Some(line) = V::row_mut::<VECTORS>(line) else { continue };
+            unrolled!(v < VECTORS, {
+                let terms = V::load(&row[v]).select(self.used >> (v * V::WIDTH), zero);
+                V::load(&line[v]).plus(terms).store(&mut line[v]);
+            });
+        }
+        let mut sums = [A::ZERO; MOST_DIAGONALS];
+        for (index, [sum]) in V::strip_mut::<1>(&mut sums).iter_mut().enumerate() {
+            let mut total = zero;
+            for (b, line) in lines[..V::WIDTH].iter().enumerate() {
+                let from = &line[MAX_LANES + index * V::WIDTH - b..];
+                if let Some([from]) = V::row::<1>(from) {
+                    total = total.plus(V::load(from));
+                }
+            }
+            total.store(sum);
+        }
+        sums
     }
 }
 
 fn counts_from(positions: &[i64], first: i64) -> bool {
-    positions.iter().zip(first..).all(|(&position, want)| position == want)
+    // by `and`, which the compiler vectorises
+    positions.iter().zip(first..).fold(true, |all, (&position, want)| all & (position == want))
 }

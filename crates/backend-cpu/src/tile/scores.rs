@@ -22,7 +22,7 @@ use crate::{
     },
     tile::{
         bias::load_bias,
-        bias_table::TableTile,
+        bias_table::{MOST_DIAGONALS, TableTile},
         dropout::{ExpandKeepBits, keep_bits},
         geometry::{QueryKeyPairs, TileCoord},
         list_bias::ListBias,
@@ -82,26 +82,54 @@ impl<A: Real> Scores<'_, A> {
         soft_cap_slope: Option<&mut [A]>,
         extra: &mut [A],
     ) {
-        self.finish_with_maximum(coord, tile_mask, tile, soft_cap_slope, extra, &mut []);
+        let maxima = LaneMaxima { products: &mut [], scores: &mut [] };
+        self.finish_with_maxima(coord, tile_mask, tile, soft_cap_slope, extra, maxima);
     }
 
-    /// As [`Scores::finish`]. Updates `max_product` of each lane, unless it is empty.
-    pub(crate) fn finish_with_maximum(
+    /// As [`Scores::finish`]. Updates `maxima.products`, unless it is empty. Returns true if it has
+    /// written `maxima.scores`.
+    pub(crate) fn finish_with_maxima(
         &self,
         coord: &TileCoord,
         tile_mask: &mut TileMask,
         tile: &mut [A],
         mut soft_cap_slope: Option<&mut [A]>,
         extra: &mut [A],
-        max_product: &mut [A],
-    ) {
+        maxima: LaneMaxima<'_, A>,
+    ) -> bool {
         let has_bias = self.has_bias();
-        if has_bias {
+        // neither soft cap nor rounding
+        let is_linear = !self.has_soft_cap_slope() && self.rounding().is_none();
+        let mut line = [A::ZERO; MOST_DIAGONALS];
+        let diagonals = match (self.bias, &self.spec.bias_table, &self.spec.bias_function) {
+            (Some(bias), Some(table), None) if is_linear => {
+                let sides = (self.queries, self.keys);
+                let tile = TableTile::new(table, sides, coord, tile_mask.rows());
+                tile.fill_diagonals(bias, &mut line)
+            }
+            _ => None,
+        };
+        if has_bias && diagonals.is_none() {
             self.fill_bias(coord, tile_mask, extra);
         }
         let span = coord.span(tile_mask.rows());
-        if !max_product.is_empty() {
-            self.update_max_product(coord, tile_mask, &tile[span.clone()], max_product);
+        if !maxima.products.is_empty() {
+            self.update_max_product(coord, tile_mask, &tile[span.clone()], maxima.products);
+        }
+        if has_bias && is_linear {
+            let is_forward = soft_cap_slope.is_none();
+            let kernel = LinearEpilogue {
+                tile: &mut tile[span.clone()],
+                scale: A::from_f64(self.spec.scale),
+                bias: match diagonals {
+                    Some(of) => BiasRows::Diagonals(&line[..of.rows() - 1 + coord.width]),
+                    None => BiasRows::Tile(&extra[span]),
+                },
+                words: tile_mask.words().filter(|_| is_forward),
+                top: &mut *maxima.scores,
+            };
+            A::run_kernel(self.token, coord.vectors, kernel);
+            return !maxima.scores.is_empty();
         }
         if self.needs_epilogue() {
             let epilogue = ScoreEpilogue {
@@ -127,6 +155,7 @@ impl<A: Real> Scores<'_, A> {
                 A::run_kernel(self.token, coord.vectors, kernel);
             }
         }
+        false
     }
 
     /// True if the largest scale·q·k differs from the largest score.
@@ -286,6 +315,64 @@ fn hide_infinite<A: Real>(
         for key in keys.clone().filter(|&key| bias[coord.element(query, key)] == -A::INFINITY) {
             let (row, lane) = coord.row_and_lane(query, key);
             tile_mask.hide(row, lane);
+        }
+    }
+}
+
+/// One number for each lane, of the visible pairs of a tile; empty where it is not wanted.
+pub(crate) struct LaneMaxima<'a, A> {
+    /// Running maximum of scale·q·k.
+    pub(crate) products: &'a mut [A],
+    /// Largest score of the tile.
+    pub(crate) scores: &'a mut [A],
+}
+
+/// Biases of the rows of a tile.
+enum BiasRows<'a, A> {
+    Tile(&'a [A]),
+    /// One for each diagonal: those of the last row are first, those of the row before it begin at
+    /// the second element, and so on.
+    Diagonals(&'a [A]),
+}
+
+/// Scales and biases a tile, masks pairs and takes the maximum of each lane, reading it once: the
+/// [`ScoreEpilogue`] of scores without soft cap and rounding.
+struct LinearEpilogue<'a, A> {
+    tile: &'a mut [A],
+    scale: A,
+    bias: BiasRows<'a, A>,
+    /// Visible pairs, if the others become −∞.
+    words: Option<&'a [u64]>,
+    /// Out: the maximum of each lane, unless it is empty. NaN is never the maximum.
+    top: &'a mut [A],
+}
+
+impl<A: Real> SimdKernel<A> for LinearEpilogue<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let infinity = V::splat(-A::INFINITY);
+        let scale = V::splat(self.scale);
+        let mut top = [infinity; VECTORS];
+        let tile = V::strip_mut::<VECTORS>(self.tile);
+        let rows = tile.len();
+        for (index, row) in vector::each_row_mut::<A, V, _>(tile).enumerate() {
+            let bias = match self.bias {
+                BiasRows::Tile(bias) => &bias[index * VECTORS * V::WIDTH..],
+                BiasRows::Diagonals(line) => &line[rows - 1 - index..],
+            };
+            let Some(bias) = V::row::<VECTORS>(bias) else { return };
+            let word = self.words.map_or(u64::MAX, |words| words[index]);
+            unrolled!(v < VECTORS, {
+                let score = scale.times(V::load(&row[v])).plus(V::load(&bias[v]));
+                let score = score.select(word >> (v * V::WIDTH), infinity);
+                top[v] = score.if_larger(top[v]);
+                score.store(&mut row[v]);
+            });
+        }
+        if let Some(into) = V::row_mut::<VECTORS>(self.top) {
+            unrolled!(v < VECTORS, top[v].store(&mut into[v]));
         }
     }
 }

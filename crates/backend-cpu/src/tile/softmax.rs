@@ -41,9 +41,6 @@ use crate::{
     tile::{aligned::Aligned, tile_mask::RowRanges},
 };
 
-/// Below this s − m the probability e^{s − m} is 0 in f32 and f64.
-const LEAST_SCORE: f64 = -1e4;
-
 /// Updates the softmax statistics of each lane with the scores of some rows of a tile, and replaces
 /// the scores by unnormalised probabilities e^{s − m'}. Queries lie in lanes.
 pub(crate) struct OnlineSoftmax<'a, A> {
@@ -133,8 +130,6 @@ fn online_softmax<A: Real, V: Vector<A>, const VECTORS: usize, const SCORES: boo
     // 3. probabilities and their sum
     let mut added = [V::splat(A::ZERO); VECTORS];
     let mut added_scores = added;
-    // 0·(−∞) would be NaN: the probability of such a score is 0
-    let least = V::splat(A::from_f64(LEAST_SCORE));
     if let Some(row_ranges) = softmax.row_ranges {
         // masked rows would add 0
         unrolled!(v < VECTORS, {
@@ -142,12 +137,12 @@ fn online_softmax<A: Real, V: Vector<A>, const VECTORS: usize, const SCORES: boo
             let rows = tile.get_mut(rows).unwrap_or_default();
             for row in vector::each_row_mut::<A, V, _>(rows) {
                 let score = V::load(&row[v]).times(scale).minus(base[v]);
-                let prob = score.softmax_exp();
+                let prob = if SCORES {
+                    score.softmax_exp_and_sum(&mut added_scores[v])
+                } else {
+                    score.softmax_exp()
+                };
                 added[v] = added[v].plus(prob);
-                if SCORES {
-                    let score = score.if_larger(least);
-                    added_scores[v] = prob.multiply_add(score, added_scores[v]);
-                }
                 prob.store(&mut row[v]);
             }
         });
@@ -155,12 +150,12 @@ fn online_softmax<A: Real, V: Vector<A>, const VECTORS: usize, const SCORES: boo
         for row in vector::each_row_mut::<A, V, _>(tile) {
             unrolled!(v < VECTORS, {
                 let score = V::load(&row[v]).times(scale).minus(base[v]);
-                let prob = score.softmax_exp();
+                let prob = if SCORES {
+                    score.softmax_exp_and_sum(&mut added_scores[v])
+                } else {
+                    score.softmax_exp()
+                };
                 added[v] = added[v].plus(prob);
-                if SCORES {
-                    let score = score.if_larger(least);
-                    added_scores[v] = prob.multiply_add(score, added_scores[v]);
-                }
                 prob.store(&mut row[v]);
             });
         }

@@ -13,12 +13,7 @@ use ndarray::ArrayViewMut4;
 use crate::{
     simd::dispatch::Real,
     threads::ordered_reduction::{get_mut, lock},
-    tile::{
-        aligned::list_bytes,
-        bias_table::{MOST_DIAGONALS, TableTile},
-        geometry::TileCoord,
-        scores::Scores,
-    },
+    tile::{aligned::list_bytes, bias_table::TableTile, geometry::TileCoord, scores::Scores},
 };
 
 /// Gradient of this rank's table.
@@ -68,12 +63,12 @@ impl TableGradient {
             of_tile.each_pair(|element, entry| sums[entry].add(ds[element].to_f64()));
             return;
         };
-        let mut line = [A::ZERO; MOST_DIAGONALS];
-        let tile = ds[coord.span(rows)].chunks_exact(coord.width);
-        for (terms, of_row) in tile.zip(diagonals.rows()) {
-            line[of_row].iter_mut().zip(terms).for_each(|(sum, &term)| *sum += term);
-        }
+        let line = diagonals.sums((scores.token, coord.vectors), &ds[coord.span(rows)]);
         let mut sums = lock(&self.heads[head]);
+        if let Some(entry) = diagonals.only_entry(table) {
+            sums[entry].add(line.iter().map(|sum| sum.to_f64()).sum());
+            return;
+        }
         // neighbours that share an entry are one term
         let mut open = (diagonals.entry(table, 0), 0.0);
         for (t, &sum) in line[..diagonals.len()].iter().enumerate() {

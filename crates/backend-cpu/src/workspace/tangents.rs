@@ -77,7 +77,7 @@ pub(crate) struct TangentScratch<A> {
     /// Rows [k, k̇] and [v, v̇] of some tiles of keys.
     pub(crate) keys: Panel<A>,
     pub(crate) values: Panel<A>,
-    /// For each strip of a chunk the lanes of q, q̇ and q again.
+    /// For each strip of a chunk the lanes of q̇ and q.
     pub(crate) q_lanes: Aligned<A>,
     pub(crate) dout_lanes: Aligned<A>,
     pub(crate) tiles: TangentTiles<A>,
@@ -204,7 +204,7 @@ impl<A: Real> TangentScratch<A> {
         Ok(Self {
             keys: panel(head)?,
             values: panel(value)?,
-            q_lanes: Aligned::zeroed(3 * head * CHUNK_ROWS)?,
+            q_lanes: Aligned::zeroed(2 * head * CHUNK_ROWS)?,
             dout_lanes: Aligned::zeroed(if is_double { value * lanes } else { 0 })?,
             tiles: TangentTiles {
                 s: tile(true)?,

@@ -254,8 +254,6 @@ pub(crate) fn second_derivatives(
         format!("the {} backend", capabilities.name)
     } else if spec.leaf_rows.is_some() {
         "the reproducible order (reproducible)".to_owned()
-    } else if spec.bias_table.is_some() {
-        "a bias table (bias_table)".to_owned()
     } else if !spec.normalize {
         "an output that is not normalised (unnormalized)".to_owned()
     } else if two_pass {
