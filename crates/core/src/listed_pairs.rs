@@ -170,6 +170,11 @@ impl ListedPairs {
         &self.keys
     }
 
+    /// Returns the number of queries.
+    pub const fn queries(&self) -> usize {
+        self.queries
+    }
+
     /// Returns the number of lists: one for each query of the batch rows and heads that differ.
     pub const fn lists(&self) -> usize {
         self.batches * self.heads * self.queries

@@ -119,6 +119,11 @@ impl<'a> MergedList<'a> {
         Self { elements, words: &[] }
     }
 
+    /// Returns the number of rows of the group.
+    pub(crate) const fn rows(&self) -> usize {
+        if self.words.is_empty() { 1 } else { GROUP }
+    }
+
     /// Iterates over the parts of at most `len` elements, a multiple of 64, and their ranges.
     pub(crate) fn parts(self, len: usize) -> impl Iterator<Item = (Range<usize>, Self)> {
         let Self { elements, words } = self;

@@ -169,8 +169,8 @@ pub(crate) struct PassState<A> {
     pub(crate) key_leaves: KeyLeaves<A>,
     /// Dense mask of the queries that were received last.
     pub(crate) received_mask: DenseMask,
-    /// Pairs of key lists in the block that is computed on.
-    pub(crate) listed: ListedBlock,
+    /// Pairs of a sparse mask in the block that is computed on.
+    pub(crate) listed: ListedBlock<A>,
     /// Gradient of the bias of the key lists, one number for each listed pair.
     pub(crate) list_bias_gradient: Vec<A>,
     /// State of second derivatives, made by the first pass of that kind.
@@ -485,6 +485,7 @@ impl<A: Real> PassState<A> {
                 .all(|(&have, want)| have >= want);
         if fits {
             self.shard = shard.clone();
+            self.listed.begin();
             self.update_narrow();
         }
         fits
