@@ -87,8 +87,7 @@ impl ListedPairs {
             self.lookup.refill(visibility.keys.positions(batch).iter().copied())?;
             for q in 0..self.queries {
                 let (intervals, is_bound) = visibility.intervals(batch, 0, q);
-                let is_certain =
-                    !is_bound && !Condition::beyond_intervals(visibility, batch, q);
+                let is_certain = !is_bound && !Condition::beyond_intervals(visibility, batch, q);
                 for range in intervals.ranges() {
                     let first = self.keys.len();
                     self.lookup.add(range, &mut self.keys)?;

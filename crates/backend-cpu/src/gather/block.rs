@@ -211,7 +211,6 @@ pub(crate) struct GatherScratch<A> {
     pub(crate) own: [Aligned<A>; 2],
     /// Sums of as many rows.
     pub(crate) sums: [Aligned<A>; 2],
-    block: Aligned<A>,
     /// `[GROUP][PART]` each: products, dP, slopes; dropout factors, list bias, gradient of the list
     /// bias; statistics.
     parts: [Aligned<A>; 9],
@@ -231,7 +230,7 @@ type SplitScratch<'a, A> =
 impl<A: Real> GatherScratch<A> {
     /// Allocates the scratch, unless it is.
     pub(crate) fn allocate(&mut self, geometry: &Geometry) -> Result<()> {
-        if !self.block.is_empty() {
+        if !self.parts[0].is_empty() {
             return Ok(());
         }
         let dims = [geometry.dims.head_dim, geometry.dims.value_dim].map(padded_dim::<A>);
@@ -243,15 +242,14 @@ impl<A: Real> GatherScratch<A> {
         for list in &mut self.parts {
             *list = Aligned::zeroed(GROUP * PART)?;
         }
-        self.block = Aligned::zeroed(GROUP * A::WIDTH * A::WIDTH)?;
         Ok(())
     }
 
     /// Divides the scratch.
     pub(crate) fn split(&mut self) -> SplitScratch<'_, A> {
-        let Self { own, sums, block, parts } = self;
+        let Self { own, sums, parts } = self;
         let [s, dp, slope, lists @ ..] = parts.each_mut().map(|list| &mut **list);
-        let scratch = RowScratch { block, s, dp, slope };
+        let scratch = RowScratch { s, dp, slope };
         (
             own.each_mut().map(|list| &mut **list),
             sums.each_mut().map(|list| &mut **list),
@@ -262,7 +260,7 @@ impl<A: Real> GatherScratch<A> {
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let lists = self.own.iter().chain(&self.sums).chain(&self.parts).chain([&self.block]);
+        let lists = self.own.iter().chain(&self.sums).chain(&self.parts);
         lists.map(Aligned::bytes).sum()
     }
 }

@@ -11,8 +11,8 @@
 //! A query does not depend on other queries, so that results depend neither on threads nor tasks.
 
 use annulus_core::{
-    Block, DropoutMask, Host, HostView, HostViewMut, Inputs, KeyLists, ListedPairs, Outputs, Result,
-    Spec, Tick,
+    Block, DropoutMask, Host, HostView, HostViewMut, Inputs, KeyLists, ListedPairs, Outputs,
+    Result, Spec, Tick,
 };
 use ndarray::ArrayView4;
 
@@ -27,12 +27,13 @@ use crate::{
         plane::{PackRows, RowsView},
         rows::{AttendRows, Others, PART, ScoreRule},
     },
-    simd::{dispatch::Real, element::Float},
+    simd::{dispatch::Real, element::Float, isa::prefetch_l1},
     threads::team::{Team, Ticker},
     tile::{
         geometry::{Geometry, Strip},
         input::{Acc, Plane, TileInput, TileSource, array},
         pack::{LaneRows, PackLanes},
+        prefetch::PrefetchRows,
     },
     workspace::{query_block::QueryBlock, scratch::ThreadScratch, state::PassState},
 };
@@ -150,11 +151,7 @@ impl<'a> PairTerms<'a> {
 
     /// Writes the list bias of the pairs of one query by their entries. Returns false if there is
     /// none.
-    pub(crate) fn bias<A: Real>(
-        &self,
-        entries: impl Iterator<Item = u32>,
-        into: &mut [A],
-    ) -> bool {
+    pub(crate) fn bias<A: Real>(&self, entries: impl Iterator<Item = u32>, into: &mut [A]) -> bool {
         let Some(bias) = self.bias else { return false };
         let terms = entries.map(|entry| A::from_f64(bias[entry as usize]));
         into.iter_mut().zip(terms).for_each(|(into, term)| *into = term);
@@ -199,7 +196,10 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
                 if ticker.should_stop() {
                     return;
                 }
-                self.attend_strip(&mut scratch.gather, block, [group_head, head], &strip);
+                let out = outputs.as_ref().map_or(PrefetchRows::default(), |outputs| {
+                    PrefetchRows::of_view(outputs.out_rows(0, group_head))
+                });
+                self.attend_strip(&mut scratch.gather, block, [group_head, head], &strip, out);
                 if let Some(outputs) = &mut outputs {
                     outputs.write_strip(&StripOutput {
                         geometry: self.geometry,
@@ -218,13 +218,15 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         }
     }
 
-    /// Attends with the queries of one strip.
+    /// Attends with the queries of one strip. Prefetches their rows of `out`, and the queries of the
+    /// next strip.
     fn attend_strip(
         &self,
         scratch: &mut GatherScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         [group_head, head]: [usize; 2],
         strip: &Strip,
+        out_rows: PrefetchRows,
     ) {
         let (geometry, batch) = (self.geometry, block.batch);
         let queries = strip.rows_from(block.rows.start);
@@ -260,6 +262,10 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         for row in (0..queries.len()).step_by(GROUP) {
             let lane = first + row;
             let at = [batch, head, queries.start + row];
+            for row in row..row + GROUP {
+                out_rows.prefetch(strip.rows.start + row);
+                prefetch_l1(plane.slice(queries.end + row).unwrap_or_default());
+            }
             match self.merged.get(list / self.pairs.queries(), at[2]) {
                 Some(list) => self.attend_rows(scratch, block, at, [row, lane], (list, 0)),
                 None => {
@@ -278,12 +284,8 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         let dim = geometry.dims.value_dim;
         let plane = Plane::Vectors { elements: &*out, stride: value_dim, dim };
         let sums = &mut block.partial.sums[first * value_rows..lanes.end * value_rows];
-        let kernel = PackLanes::<Acc<E>> {
-            plane,
-            rows: 0..queries.len(),
-            width: strip.width,
-            strip: sums,
-        };
+        let kernel =
+            PackLanes::<Acc<E>> { plane, rows: 0..queries.len(), width: strip.width, strip: sums };
         Acc::<E>::run_kernel(geometry.token, 1, kernel);
     }
 

@@ -10,23 +10,19 @@
 //! two multiply-add units busy with one load for each two of them.
 
 use crate::{
-    decode::kernels::totals,
     gather::{
         groups::{GROUP, MergedList},
         plane::RowsView,
     },
     simd::{
-        dispatch::{Real, SimdKernel},
-        vector::{MAX_LANES, Vector, unrolled},
+        dispatch::{IsaToken, Real, SimdKernel},
+        vector::{FOUR, MAX_LANES, Vector, unrolled},
     },
 };
 
 /// Most elements of a list of one call: their scores stay in the first-level cache. A multiple of
 /// 64.
 pub(crate) const PART: usize = 256;
-
-/// Rows of the other side whose products are computed together.
-const UNROLL: usize = 4;
 
 /// Vectors of a row that are summed in registers, and chains of a sum of one row.
 const COLUMNS: usize = 4;
@@ -96,13 +92,7 @@ impl<A: Real> Others<'_, A> {
 
     /// Computes the products of the `G` rows `own` with the vectors of one side: `[G][PART]`.
     #[inline(always)]
-    fn products<V: Vector<A>, const G: usize>(
-        &self,
-        own: &[A],
-        side: usize,
-        block: &mut [A],
-        into: &mut [A],
-    ) {
+    fn products<V: Vector<A>, const G: usize>(&self, own: &[A], side: usize, into: &mut [A]) {
         let elements = self.list.elements;
         let dim = self.rows.dims[side];
         let chunks = dim / V::WIDTH;
@@ -110,35 +100,30 @@ impl<A: Real> Others<'_, A> {
         unrolled!(l < G, rows[l] = &V::strip::<1>(&own[l * dim..])[..chunks]);
         for first in (0..elements.len()).step_by(V::WIDTH) {
             let end = elements.len().min(first + V::WIDTH);
-            for at in (first..end).step_by(UNROLL) {
-                let mut vectors = [&[][..]; UNROLL];
-                unrolled!(i < UNROLL, {
+            let mut fours = [[V::splat(A::ZERO); FOUR]; G];
+            for (four, at) in (first..end).step_by(FOUR).enumerate() {
+                let mut vectors = [&[][..]; FOUR];
+                unrolled!(i < FOUR, {
                     // beyond the end the last row again: its products are masked
                     let row = elements[(at + i).min(elements.len() - 1)];
                     vectors[i] = &V::strip::<1>(self.rows.vector(row, side))[..chunks];
                 });
-                let mut sums = [[V::splat(A::ZERO); UNROLL]; G];
+                let mut sums = [[V::splat(A::ZERO); FOUR]; G];
                 for c in 0..chunks {
-                    let mut vector = [V::splat(A::ZERO); UNROLL];
-                    unrolled!(i < UNROLL, vector[i] = V::load(&vectors[i][c][0]));
+                    let mut vector = [V::splat(A::ZERO); FOUR];
+                    unrolled!(i < FOUR, vector[i] = V::load(&vectors[i][c][0]));
                     unrolled!(l < G, {
                         let own = V::load(&rows[l][c][0]);
-                        unrolled!(i < UNROLL, {
+                        unrolled!(i < FOUR, {
                             sums[l][i] = own.multiply_add(vector[i], sums[l][i]);
                         });
                     });
                 }
-                unrolled!(l < G, {
-                    let block = &mut block[(l * V::WIDTH + at - first) * V::WIDTH..];
-                    if let Some(block) = V::row_mut::<UNROLL>(block) {
-                        unrolled!(i < UNROLL, sums[l][i].store(&mut block[i]));
-                    }
-                });
+                unrolled!(l < G, fours[l][four] = V::sums_of_fours(sums[l]));
             }
             unrolled!(l < G, {
                 if let Some([into]) = V::row_mut::<1>(&mut into[l * PART + first..]) {
-                    totals::<A, V>(&block[l * V::WIDTH * V::WIDTH..][..V::WIDTH * V::WIDTH])
-                        .store(into);
+                    V::totals_of_fours(fours[l]).store(into);
                 }
             });
         }
@@ -227,12 +212,7 @@ impl<A: Real> Others<'_, A> {
     /// As [`Others::add_weighted`], without masked pairs: a masked vector may be NaN, and 0·NaN is
     /// NaN.
     #[inline(always)]
-    fn add_visible<V: Vector<A>, const G: usize>(
-        &self,
-        weights: &[A],
-        side: usize,
-        out: &mut [A],
-    ) {
+    fn add_visible<V: Vector<A>, const G: usize>(&self, weights: &[A], side: usize, out: &mut [A]) {
         let dim = self.rows.dims[side];
         for (l, out) in out.chunks_exact_mut(dim).enumerate().take(G) {
             for (at, &row) in self.list.elements.iter().enumerate() {
@@ -260,8 +240,6 @@ fn multiply<A: Real, V: Vector<A>>(tile: &mut [A], by: Option<&[A]>) {
 
 /// Scratch of a group of rows.
 pub(crate) struct RowScratch<'a, A> {
-    /// `[GROUP][lanes][lanes]`.
-    pub(crate) block: &'a mut [A],
     /// `[GROUP][PART]` each: products and what becomes of them.
     pub(crate) s: &'a mut [A],
     pub(crate) dp: &'a mut [A],
@@ -292,7 +270,7 @@ impl<A: Real, const G: usize> SimdKernel<A> for AttendRows<'_, A, G> {
         let Self { keys, q, rule, scratch, out, max, sum, .. } = self;
         let padded = keys.padded::<V>();
         let dim = keys.rows.dims[1];
-        keys.products::<V, G>(q, 0, scratch.block, scratch.s);
+        keys.products::<V, G>(q, 0, scratch.s);
         for l in 0..G {
             let span = l * PART..l * PART + padded;
             let s = &mut scratch.s[span.clone()];
@@ -408,13 +386,14 @@ impl<A: Real, const G: usize> SimdKernel<A> for GradientRows<'_, A, G> {
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
         let Self { others, own, rule, scratch, .. } = self;
         let padded = others.padded::<V>();
-        let RowScratch { block, s, dp, slope } = scratch;
-        others.products::<V, G>(own[0], 0, block, s);
-        others.products::<V, G>(own[1], 1, block, dp);
+        let RowScratch { s, dp, slope } = scratch;
+        others.products::<V, G>(own[0], 0, s);
+        others.products::<V, G>(own[1], 1, dp);
         let mut dbias = self.dbias;
         for l in 0..G {
             let span = l * PART..l * PART + padded;
-            let [s, dp, slope] = [&mut *s, &mut *dp, &mut *slope].map(|list| &mut list[span.clone()]);
+            let [s, dp, slope] =
+                [&mut *s, &mut *dp, &mut *slope].map(|list| &mut list[span.clone()]);
             let keep = self.keep.map(|keep| &keep[span.clone()]);
             rule.finish::<V>(s, self.bias.map(|bias| &bias[span.clone()]), slope);
             multiply::<A, V>(dp, keep);
@@ -459,21 +438,38 @@ macro_rules! run_rows {
 
 impl<'a, A: Real> AttendRows<'a, A, GROUP> {
     /// Runs the kernel: for a list that is not merged with one row.
-    pub(crate) fn run_rows(self, token: crate::simd::dispatch::IsaToken) {
+    pub(crate) fn run_rows(self, token: IsaToken) {
         let Self { keys, q, rule, bias, keep, scratch, out, max, sum } = self;
         let is_merged = !keys.list.words.is_empty();
-        run_rows!(token, is_merged, AttendRows { keys, q, rule, bias, keep, scratch, out, max, sum });
+        run_rows!(
+            token,
+            is_merged,
+            AttendRows { keys, q, rule, bias, keep, scratch, out, max, sum }
+        );
     }
 }
 
 impl<'a, A: Real> GradientRows<'a, A, GROUP> {
     /// As [`AttendRows::run_rows`].
-    pub(crate) fn run_rows(self, token: crate::simd::dispatch::IsaToken) {
+    pub(crate) fn run_rows(self, token: IsaToken) {
         let Self { others, own, rule, bias, keep, statistics, scratch, out, out_value, dbias } =
             self;
         let is_merged = !others.list.words.is_empty();
-        run_rows!(token, is_merged, GradientRows {
-            others, own, rule, bias, keep, statistics, scratch, out, out_value, dbias
-        });
+        run_rows!(
+            token,
+            is_merged,
+            GradientRows {
+                others,
+                own,
+                rule,
+                bias,
+                keep,
+                statistics,
+                scratch,
+                out,
+                out_value,
+                dbias
+            }
+        );
     }
 }
