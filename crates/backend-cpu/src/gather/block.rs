@@ -23,9 +23,10 @@ use crate::{
     },
 };
 
-/// Time of a listed pair in units of a pair of a full tile (`benches/record/lists.md`): two to
-/// three if neighbouring queries share their keys, six if no near cache holds the rows.
-const PAIR_COST: u64 = 4;
+/// Time of a pair of a merged list, and of another, in units of a pair of a full tile
+/// (`benches/record/lists.md`): rows of scattered lists are in no near cache.
+const MERGED_PAIR_COST: u64 = 5;
+const PAIR_COST: u64 = 16;
 
 /// Most pairs of a query whose lists are made from the intervals of a mask: they take 3 KiB for
 /// both directions. More pairs fill tiles well enough.
@@ -88,18 +89,17 @@ impl<A: Real> ListedBlock<A> {
             None => self.pairs.refill_from_intervals(&visibility, [dims.batch, dims.q_heads])?,
         }
         let tiles = self.pairs.count_tiles(TILE, keys.len())?;
-        let gathers =
-            has_bias || self.pairs.len() as u64 * PAIR_COST < tiles * pairs_of_tile::<A>(shard);
-        if gathers {
-            self.keys = self.pairs.compact(keys.len())?;
-            let planes = self.pairs.lists() / shard.queries.len().max(1);
-            let rows = [planes, shard.queries.len()];
-            let Self { pairs, merged, .. } = self;
-            // entries of the list bias are those of one row
-            merged.refill(rows, self.keys.len(), !has_bias, |list| {
-                &pairs.all_keys()[pairs.pairs(list)]
-            })?;
-        }
+        self.keys = self.pairs.compact(keys.len())?;
+        let planes = self.pairs.lists() / shard.queries.len().max(1);
+        let rows = [planes, shard.queries.len()];
+        let Self { pairs, merged, .. } = self;
+        // entries of the list bias are those of one row
+        merged.refill(rows, self.keys.len(), !has_bias, |list| {
+            &pairs.all_keys()[pairs.pairs(list)]
+        })?;
+        let single = (pairs.len() - merged.pairs) as u64;
+        let cost = merged.pairs as u64 * MERGED_PAIR_COST + single * PAIR_COST;
+        let gathers = has_bias || cost < tiles * pairs_of_tile::<A>(shard);
         self.known = Some((versions, gathers));
         Ok(gathers)
     }
@@ -132,7 +132,7 @@ impl<A: Real> ListedBlock<A> {
             let sample = shard.visibility(&shard.queries, &shard.keys).sample_intervals(TILE);
             sample.is_some_and(|[pairs, tiles]| {
                 pairs <= MOST_PAIRS * TILE
-                    && (pairs as u64) * PAIR_COST < tiles as u64 * pairs_of_tile::<A>(shard)
+                    && (pairs as u64) * MERGED_PAIR_COST < tiles as u64 * pairs_of_tile::<A>(shard)
             })
         })
     }

@@ -22,6 +22,8 @@ const MERGED_COST: f64 = 2.2;
 #[derive(Debug, Default)]
 pub(crate) struct MergedLists {
     groups_of_plane: usize,
+    /// Pairs of the merged lists.
+    pub(crate) pairs: usize,
     /// One for each group.
     spans: Vec<Span>,
     elements: Vec<u32>,
@@ -60,7 +62,10 @@ impl MergedLists {
     ) -> Result<()> {
         const WHAT: &str = "merged lists of visible pairs";
         self.groups_of_plane = rows.div_ceil(GROUP);
-        [self.spans.clear(), self.elements.clear(), self.words.clear()];
+        self.pairs = 0;
+        self.spans.clear();
+        self.elements.clear();
+        self.words.clear();
         let groups = planes * self.groups_of_plane;
         memory::reserve(WHAT, &mut self.spans, groups)?;
         // the group that has marked an element last, and the element's place in its list
@@ -91,6 +96,8 @@ impl MergedLists {
                 len = 0;
                 self.elements.truncate(first);
                 self.words.truncate(first_word);
+            } else if is_wanted {
+                self.pairs += total;
             }
             self.spans.push(Span { first, first_word, len });
         }

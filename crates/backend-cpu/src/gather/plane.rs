@@ -130,9 +130,7 @@ impl<E: TileInput, I: Iterator<Item = usize> + Clone> SimdKernel<E::Accumulator>
         for (id, into) in zip(ids, into.chunks_exact_mut(dims[0] + dims[1])) {
             let next = ahead.next();
             let (first, second) = into.split_at_mut(dims[0]);
-            let into = [first, second];
-            let mut at = 0;
-            for into in into {
+            for (at, into) in [first, second].into_iter().enumerate() {
                 let plane = &planes[at];
                 if let Some(next) = next {
                     prefetch_l1(plane.slice(next).unwrap_or_default());
@@ -143,7 +141,6 @@ impl<E: TileInput, I: Iterator<Item = usize> + Clone> SimdKernel<E::Accumulator>
                     probe[at] = elements.multiply_add(zero, probe[at]);
                     elements.store(into);
                 }
-                at += 1;
             }
         }
         let mut sum = zero;

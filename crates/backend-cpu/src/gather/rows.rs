@@ -175,8 +175,9 @@ impl<A: Real> Others<'_, A> {
             // one row has too few chains to hide the latency: a second set of sums
             let mut more = [V::splat(A::ZERO); N];
             while at + TWO <= elements.len() {
-                let [first, second] = [elements[at], elements[at + 1]]
-                    .map(|row| V::row::<N>(&self.rows.vector(row, side)[c * V::WIDTH..]));
+                // no closure: it would be a call for every two rows
+                let first = V::row::<N>(&self.rows.vector(elements[at], side)[c * V::WIDTH..]);
+                let second = V::row::<N>(&self.rows.vector(elements[at + 1], side)[c * V::WIDTH..]);
                 let (Some(first), Some(second)) = (first, second) else { return };
                 let (weight, next) = (V::splat(weights[at]), V::splat(weights[at + 1]));
                 unrolled!(n < N, {
