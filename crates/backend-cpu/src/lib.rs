@@ -54,6 +54,8 @@ mod gather {
     pub(crate) mod backward;
     pub(crate) mod block;
     pub(crate) mod forward;
+    pub(crate) mod groups;
+    pub(crate) mod plane;
     pub(crate) mod rows;
 }
 

@@ -238,17 +238,20 @@ impl ForwardPass<Host> for CpuForward<'_> {
 ///
 /// With `outputs`, those of the pass whose last block it is, returns true if it has written them,
 /// unless it was stopped.
-fn attend<E: TileInput>(
+fn attend<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>>(
     team: &Team,
     state: &mut PassState<Acc<E>>,
     inputs: &Inputs<HostView<'_>>,
     block: &Block<'_, Host>,
-    outputs: Option<&mut Outputs<HostViewMut<'_>>>,
+    mut outputs: Option<&mut Outputs<HostViewMut<'_>>>,
     tick: Tick<'_>,
 ) -> Result<bool> {
     let (task_rows, task_order) = state.arrange_forward();
-    if gather::forward::attend::<E>(team, state, inputs, block, &mut *tick)? {
-        return Ok(false);
+    let of_lists = outputs.as_deref_mut();
+    if let Some(written) =
+        gather::forward::attend::<E>(team, state, inputs, block, of_lists, &mut *tick)?
+    {
+        return Ok(written);
     }
     if outputs.is_none() && state.decode.is_none() {
         // more blocks may follow

@@ -41,6 +41,12 @@ impl Rows {
         Ok(counting)
     }
 
+    /// Returns a number that identifies the contents: of all lists in this process, only a clone
+    /// has the same one, and another refill changes it. 0: the lists were never filled.
+    pub const fn version(&self) -> u64 {
+        self.refill
+    }
+
     /// Clears the lists and allocates room for the given numbers of row numbers, positions and
     /// segment ids.
     pub(crate) fn reserve(&mut self, counts: [u64; 3]) -> Result<()> {

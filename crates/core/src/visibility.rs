@@ -178,6 +178,32 @@ impl Visibility<'_> {
         })
     }
 
+    /// Counts, for the `side` queries in the middle, the pairs within the mask's intervals and the
+    /// tiles of `side` keys that are not certainly empty. Returns `None` if the mask differs between
+    /// heads, if it does not lower to intervals, or if a query has one interval at most.
+    pub fn sample_intervals(&self, side: usize) -> Option<[usize; 2]> {
+        let (queries, keys) = (self.queries.len(), self.keys.len());
+        if self.per_head() || queries == 0 || keys == 0 {
+            return None;
+        }
+        let (intervals, is_bound) = self.intervals(0, 0, queries / 2);
+        if is_bound || intervals.ranges().len() < 2 {
+            return None;
+        }
+        let first = queries / 2 / side * side;
+        let mut tile = QueryTile::default();
+        self.query_tile(0, 0, first..queries.min(first + side), &mut tile);
+        let (least, greatest) = self.keys.row_bounds(0).of(&(0..keys)).positions;
+        let within = |range: &Range<i64>| {
+            let (start, end) = (range.start.max(least), range.end.min(greatest.saturating_add(1)));
+            end.saturating_sub(start).max(0)
+        };
+        let ranges = (0..tile.rows.len()).flat_map(|row| tile.ranges(row));
+        let pairs = ranges.map(within).fold(0, i64::saturating_add);
+        let tiles = self.key_tiles(&tile, side).count();
+        Some([usize::try_from(pairs).unwrap_or(usize::MAX), tiles])
+    }
+
     /// Returns false if no query of `tile` attends to a key of `keys`, by the bounds of both.
     pub fn may_attend(&self, tile: &QueryTile, keys: &Range<usize>) -> bool {
         !keys.is_empty() && tile.bounds.may_attend_to(&self.keys.row_bounds(tile.batch).of(keys))

@@ -1,15 +1,19 @@
-//! Backward pass over one block of keys by gathered rows.
+//! Backward pass over one block of keys by listed rows.
 //!
 //! ```text
-//! for each query block, query head, query:                                   parallel
-//!     dq += Σ dS·k over its listed keys
-//! for each range of keys, KV head, key, query head:                          parallel
-//!     dk += Σ dS·q     dv += Σ P·dO     over the queries that list it, ascending
+//! for each (batch row, KV head):
+//!     pack its K and V, the rows that have pairs                             parallel
+//!     for each range of queries, each query head of the KV head:             parallel
+//!         dq += Σ dS·k over the listed keys of each query
+//!     for each query head of the KV head:
+//!         pack its Q and dO, the rows that have pairs                        parallel
+//!         for each range of keys:                                            parallel
+//!             dk += Σ dS·q     dv += Σ P·dO     over the queries of each key, ascending
 //! ```
 //! Scores are computed twice, so that each sum has one writer and one order: seven products a pair,
 //! where tiles take five.
 
-use std::sync::Mutex;
+use std::{ops::Range, sync::Mutex};
 
 use annulus_core::{
     BackwardInputs, Block, Element, Host, HostBuffer, HostView, Result, RowLayout, Tick,
@@ -18,9 +22,13 @@ use annulus_core::{
 use crate::{
     forward::query_pass::keys_and_values,
     gather::{
-        block::{BIAS, GatherScratch, KEEP, ListedBlock, STATISTICS, contiguous, rule, widen},
+        block::{
+            BIAS, BIAS_GRADIENT, GatherScratch, KEEP, ListedBlock, STATISTICS, contiguous, rule,
+        },
         forward::PairTerms,
-        rows::{Gathered, GradientRow, PairStatistics, ScoreRule},
+        groups::{GROUP, MergedList},
+        plane::{PackRows, RowsView},
+        rows::{GradientRows, Others, PART, PairStatistics, ScoreRule},
     },
     simd::{dispatch::Real, element::Float},
     threads::{
@@ -29,7 +37,8 @@ use crate::{
     },
     tile::{
         geometry::Geometry,
-        input::{Acc, TileInput, TileSource, array, elements_mut},
+        input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
+        tile_mask::TILE,
     },
     workspace::{
         query_block::QueryBlock, records::bytes_mut, scratch::ThreadScratch, state::PassState,
@@ -55,221 +64,384 @@ pub(crate) fn backward<E: TileInput>(
 ) -> Result<bool> {
     let PassState { shard, geometry, blocks, scratch, listed, statistics, .. } = state;
     let PassState { list_bias_gradient, .. } = state;
-    if !listed.gathers::<Acc<E>>(shard, block.rows)? {
+    if !listed.gathers(shard, block.rows)? {
         return Ok(false);
     }
+    listed.transpose(shard)?;
     let mut copies = [None, None, None, None];
     let [of_q, of_dout, of_k, of_v] = &mut copies;
     let (k, v) = keys_and_values(shard, &inputs.forward, block)?;
     let q = contiguous(TileSource::<E>::tensor(array("q", inputs.forward.q)?), of_q);
     let dout = contiguous(TileSource::<E>::tensor(array("dout", inputs.dout)?), of_dout);
     let [k, v] = [contiguous(k, of_k), contiguous(v, of_v)];
-    let keys = block.rows.len();
-    listed.transposed.refill(&listed.pairs, keys)?;
     scratch.iter_mut().try_for_each(|scratch| scratch.gather.allocate(geometry))?;
     let spec = &*shard.spec;
-    let pass = GradientRows {
+    let mut rows = std::mem::take(&mut listed.rows);
+    let pass = GradientPass {
         geometry,
         rule: rule(spec),
         terms: PairTerms::new(spec, shard.key_lists.as_deref()),
-        q,
-        dout,
-        k,
-        v,
+        by_query: [&q, &dout],
+        by_key: [&k, &v],
         listed,
         statistics,
         query_rows: shard.queries.rows(),
         key_rows: block.rows.rows(),
         record: spec.gradient_row_layout(),
     };
-    // one task adds all terms of a query to the gradient of the list bias, in one order
     let has_bias = !list_bias_gradient.is_empty();
     let dbias = Mutex::new(&mut list_bias_gradient[..]);
     let dbias = has_bias.then_some(&dbias);
+    let sums = elements_mut(bytes_mut(partial_grad)?, block.rows.len(), &pass.record)?;
     let mut in_order: Vec<&mut QueryBlock<Acc<E>>> = blocks.iter_mut().collect();
-    if has_bias {
-        in_order.sort_by_key(|block| (block.rows.start, block.batch, block.kv_head));
+    in_order.sort_by_key(|block| (block.batch, block.kv_head, block.rows.start));
+    let plane_of = |block: &QueryBlock<_>| (block.batch, block.kv_head);
+    let dims = [geometry.dims.head_dim, geometry.dims.value_dim];
+    for blocks in in_order.chunk_by_mut(|a, b| plane_of(a) == plane_of(b)) {
+        let (batch, kv_head) = plane_of(blocks[0]);
+        let planes = pass.by_key.map(|source| source.plane(batch, kv_head));
+        rows.fill((geometry.token, team, &mut *scratch), planes, &listed.keys, dims)?;
+        let view = rows.view();
+        team.run(scratch, blocks.iter_mut(), Some(&mut *tick), |scratch, block, ticker| {
+            pass.add_dq(&mut scratch.gather, block, view, dbias, ticker);
+        });
     }
-    let tasks = in_order.chunk_by_mut(|a, b| has_bias && a.rows.start == b.rows.start);
-    team.run(scratch, tasks, Some(&mut *tick), |scratch, blocks, ticker| {
-        blocks.iter_mut().for_each(|block| pass.add_dq(scratch, block, dbias, ticker));
-    });
-    let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys, &pass.record)?;
-    let record = annulus_core::index(pass.record.bytes()) / size_of::<Acc<E>>();
-    let task_keys = keys.div_ceil(team.threads() * TASKS_PER_THREAD).max(MIN_TASK_KEYS);
-    let tasks = sums.chunks_mut((record * task_keys).max(1)).enumerate();
-    team.run(scratch, tasks, Some(tick), |scratch, (task, records), ticker| {
-        pass.write_dkv(scratch, task * task_keys, (records, record), ticker);
-    });
+    if blocks.is_empty() {
+        sums.fill(Acc::<E>::ZERO);
+    }
+    for batch in 0..geometry.dims.batch {
+        for head in (0..geometry.dims.q_heads).filter(|_| !blocks.is_empty()) {
+            let planes = pass.by_query.map(|source| source.plane(batch, head));
+            rows.fill((geometry.token, team, &mut *scratch), planes, &listed.queries, dims)?;
+            let view = rows.view();
+            let tasks = pass.key_tasks(team.threads(), sums);
+            team.run(scratch, tasks, Some(&mut *tick), |scratch, task, ticker| {
+                pass.add_dkv(scratch, [batch, head], task, view, ticker);
+            });
+        }
+    }
+    listed.rows = rows;
     Ok(true)
 }
 
 /// Gradient of the list bias, by entry of the key lists.
 type ListBiasGradient<'a, A> = Mutex<&'a mut [A]>;
 
-struct GradientRows<'a, E: TileInput> {
+struct GradientPass<'a, E: TileInput> {
     geometry: &'a Geometry,
     rule: ScoreRule<Acc<E>>,
     terms: PairTerms<'a>,
-    q: TileSource<'a, E>,
-    dout: TileSource<'a, E>,
-    k: TileSource<'a, E>,
-    v: TileSource<'a, E>,
-    listed: &'a ListedBlock,
+    /// Q and dO.
+    by_query: [&'a TileSource<'a, E>; 2],
+    /// K and V.
+    by_key: [&'a TileSource<'a, E>; 2],
+    listed: &'a ListedBlock<Acc<E>>,
     statistics: &'a RowStatistics<Acc<E>>,
     query_rows: &'a [u64],
     key_rows: &'a [u64],
     record: RowLayout,
 }
 
-impl<E: TileInput> GradientRows<'_, E> {
-    /// Adds to dq of all queries and query heads of a block.
+/// Keys of a task: their numbers in the lists, their indices in the block, and the records of the
+/// latter.
+struct KeyRange<'a, A> {
+    numbers: Range<usize>,
+    first: usize,
+    records: &'a mut [A],
+}
+
+/// Rows of one list: their place in the scratch, and the list with the number of its first pair.
+struct RowsOfList<'a> {
+    at: usize,
+    list: MergedList<'a>,
+    first_pair: usize,
+}
+
+impl<E: TileInput> GradientPass<'_, E> {
+    /// Packs up to [`TILE`] rows of this side.
+    fn pack_own(
+        &self,
+        planes: [Plane<'_, E>; 2],
+        ids: impl Iterator<Item = usize> + Clone,
+        dims: [usize; 2],
+        [first, second]: [&mut [Acc<E>]; 2],
+    ) {
+        let token = self.geometry.token;
+        let [plane, other] = planes;
+        let ids_again = ids.clone();
+        let kernel = PackRows { planes: [plane; 2], ids, dims: [dims[0], 0], into: first };
+        Acc::<E>::run_kernel(token, 1, kernel);
+        let kernel =
+            PackRows { planes: [other; 2], ids: ids_again, dims: [dims[1], 0], into: second };
+        Acc::<E>::run_kernel(token, 1, kernel);
+    }
+
+    /// Adds to dq of all queries and query heads of a block. `keys` are its K and V.
     fn add_dq(
         &self,
-        scratch: &mut ThreadScratch<Acc<E>>,
+        scratch: &mut GatherScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
+        keys: RowsView<'_, Acc<E>>,
         dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
+        let ListedBlock { pairs, merged, .. } = self.listed;
         let width = self.geometry.padded_head_dim();
         let group_heads = self.geometry.heads(block.kv_head).enumerate();
         for (group_head, head) in group_heads {
-            let first = block.lane(group_head, 0) * width;
-            let rows = block.partial.sums[first..].chunks_exact_mut(width.max(1));
-            for (row, dq) in rows.take(block.rows.len()).enumerate() {
-                if row.is_multiple_of(16) && ticker.should_stop() {
+            for strip in self.geometry.strips(block.rows.len()) {
+                if ticker.should_stop() {
                     return;
                 }
-                let at = [block.batch, head, block.kv_head, block.rows.start + row];
-                self.add_dq_row(&mut scratch.gather, at, dq, dbias);
+                let queries = strip.rows_from(block.rows.start);
+                let planes = self.by_query.map(|source| source.plane(block.batch, head));
+                let (own, ..) = scratch.split();
+                self.pack_own(planes, queries.clone(), keys.dims, own);
+                let plane = pairs.list(block.batch, head, 0) / pairs.queries();
+                let at = block.lane(group_head, strip.rows.start) * width;
+                let dq = &mut block.partial.sums[at..][..strip.width * width];
+                for first in (0..queries.len()).step_by(GROUP) {
+                    let query = queries.start + first;
+                    let at = [block.batch, head, query];
+                    if let Some(list) = merged.get(plane, query) {
+                        let rows = RowsOfList { at: first, list, first_pair: 0 };
+                        self.add_dq_rows(scratch, at, rows, keys, dq, dbias);
+                        continue;
+                    }
+                    for at in first..queries.len().min(first + GROUP) {
+                        let query = queries.start + at;
+                        let of_query = pairs.pairs(pairs.list(block.batch, head, query));
+                        let first_pair = of_query.start;
+                        let list = MergedList::of_row(&pairs.all_keys()[of_query]);
+                        let rows = RowsOfList { at, list, first_pair };
+                        let at = [block.batch, head, query];
+                        self.add_dq_rows(scratch, at, rows, keys, dq, dbias);
+                    }
+                }
             }
         }
     }
 
-    fn add_dq_row(
+    fn add_dq_rows(
         &self,
         scratch: &mut GatherScratch<Acc<E>>,
-        [batch, head, kv_head, query]: [usize; 4],
+        [batch, head, query]: [usize; 3],
+        RowsOfList { at, list, first_pair }: RowsOfList<'_>,
+        keys: RowsView<'_, Acc<E>>,
         dq: &mut [Acc<E>],
         dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
     ) {
-        let pairs = &self.listed.pairs;
-        let of_query = pairs.pairs(pairs.list(batch, head, query));
-        if of_query.is_empty() {
-            return;
-        }
-        let ([q, dout], ..) = scratch.split();
-        widen(self.q.plane(batch, head).slice(query).unwrap_or_default(), q);
-        widen(self.dout.plane(batch, head).slice(query).unwrap_or_default(), dout);
-        let planes = [&self.k, &self.v].map(|source| source.plane(batch, kv_head));
+        let [dim, value_dim] = keys.dims;
         let line = batch * self.geometry.dims.q_heads + head;
-        let &[max, inverse_sum, delta, _] = &self.statistics.of(line, query..query + 1)[0];
-        for (start, keys) in Gathered::parts(pairs.all_keys(), of_query) {
-            let (own, _, scratch, lists) = scratch.split();
-            let entries = pairs.entries(start..start + keys.rows.len());
-            let rows = keys.rows.iter();
-            let rows = rows.map(|&key| [self.query_rows[query], self.key_rows[key as usize]]);
+        let group = query..self.statistics.rows.min(query + list.rows());
+        let mut of_group = [[Acc::<E>::ZERO; GROUP]; 3];
+        for (l, row) in self.statistics.of(line, group.clone()).iter().enumerate() {
+            of_group.iter_mut().zip(row).for_each(|(into, &number)| into[l] = number);
+        }
+        for (range, list) in list.parts(PART) {
+            let ([q, dout], _, scratch, mut lists) = scratch.split();
+            let number = |&key: &u32| self.key_rows[self.listed.keys[key as usize] as usize];
+            let key_rows = list.elements.iter().map(number);
+            let rows = self.query_rows[group.clone()].iter();
+            let rows = rows.map(|&i| key_rows.clone().map(move |j| [i, j]));
             let keep = self.terms.keep([batch, head], rows, lists[KEEP]);
-            let has_bias = self.terms.bias(entries.iter().map(|&e| e as usize), lists[BIAS]);
-            let [keep_list, bias_list, .., of_bias] = lists;
-            let of_bias = &mut of_bias[..keys.rows.len()];
-            of_bias.fill(Acc::<E>::ZERO);
-            let row = GradientRow {
-                other: keys,
-                own: own.map(|row| &*row),
-                planes,
+            let pairs = first_pair + range.start..first_pair + range.end;
+            let has_bias = self.terms.has_bias();
+            let entries = if has_bias { self.listed.pairs.entries(pairs) } else { &[] };
+            self.terms.bias(entries.iter().copied(), lists[BIAS]);
+            let [keep_list, bias_list, of_bias, ..] = lists.each_mut();
+            let rows = GradientRows {
+                others: Others { list, rows: keys },
+                own: [&q[at * dim..], &dout[at * value_dim..]],
                 rule: self.rule,
-                bias: has_bias.then_some(bias_list),
-                keep: keep.then_some(keep_list),
-                statistics: PairStatistics::One([max, inverse_sum, delta]),
+                bias: has_bias.then_some(&**bias_list),
+                keep: keep.then_some(&**keep_list),
+                statistics: PairStatistics::Own(of_group.each_ref().map(|list| &list[..])),
                 scratch,
-                out: &mut *dq,
+                out: &mut dq[at * dim..],
                 out_value: None,
-                dbias: dbias.map(|_| &mut *of_bias),
+                dbias: dbias.map(|_| &mut **of_bias),
             };
-            Acc::<E>::run_kernel(self.geometry.token, 1, row);
+            rows.run_rows(self.geometry.token);
             if let Some(dbias) = dbias {
                 let mut dbias = lock(dbias);
-                let terms = entries.iter().zip(&*of_bias);
+                let terms = entries.iter().zip(&*lists[BIAS_GRADIENT]);
                 terms.for_each(|(&entry, &ds)| dbias[entry as usize] += ds);
             }
         }
     }
 
-    /// Writes dk and dv of the keys from `first` on to their records, of `record` elements each.
-    fn write_dkv(
+    /// Iterates over the tasks of the keys, each of which owns their records.
+    fn key_tasks<'s>(
+        &'s self,
+        threads: usize,
+        sums: &'s mut [Acc<E>],
+    ) -> impl Iterator<Item = KeyRange<'s, Acc<E>>> + Send {
+        let keys = &self.listed.keys;
+        let record = self.record_len();
+        let of_task = keys.len().div_ceil(threads * TASKS_PER_THREAD).max(MIN_TASK_KEYS);
+        let of_task = of_task.next_multiple_of(GROUP);
+        let mut rest = sums;
+        let mut first = 0;
+        (0..keys.len().max(1)).step_by(of_task).map(move |number| {
+            let numbers = number..keys.len().min(number + of_task);
+            let end = keys.get(numbers.end).map(|&key| key as usize);
+            let count = end.map_or(rest.len() / record, |end| end - first);
+            let (records, later) = std::mem::take(&mut rest).split_at_mut(count * record);
+            rest = later;
+            let range = KeyRange { numbers, first, records };
+            first += count;
+            range
+        })
+    }
+
+    /// Returns the elements of a record.
+    fn record_len(&self) -> usize {
+        annulus_core::index(self.record.bytes()) / size_of::<Acc<E>>()
+    }
+
+    /// Adds the terms of one query head, whose Q and dO are `queries`, to dk and dv of a task's
+    /// keys. The first head of a KV head overwrites them.
+    fn add_dkv(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
-        first: usize,
-        (records, record): (&mut [Acc<E>], usize),
+        [batch, head]: [usize; 2],
+        KeyRange { numbers, first, records }: KeyRange<'_, Acc<E>>,
+        queries: RowsView<'_, Acc<E>>,
         ticker: &mut Ticker<'_>,
     ) {
         let dims = self.geometry.dims;
+        let kv_head = head / dims.group();
+        let is_first = head.is_multiple_of(dims.group());
         let scale = Acc::<E>::from_f64(self.terms.scale());
-        let at = |field, batch, kv_head| {
-            annulus_core::index(self.record.offset(field, batch, kv_head)) / size_of::<Acc<E>>()
-        };
-        for batch in 0..dims.batch {
-            for kv_head in 0..dims.kv_heads {
-                let offsets = [at(0, batch, kv_head), at(1, batch, kv_head)];
-                for (row, record) in records.chunks_exact_mut(record).enumerate() {
-                    if row.is_multiple_of(16) && ticker.should_stop() {
-                        return;
+        let record = self.record_len();
+        let fields = [0, 1].map(|field| {
+            let at = self.record.offset(field, batch, kv_head);
+            annulus_core::index(at) / size_of::<Acc<E>>()
+        });
+        let mut next = first;
+        for tile in numbers.clone().step_by(TILE) {
+            if ticker.should_stop() {
+                return;
+            }
+            let tile = tile..numbers.end.min(tile + TILE);
+            self.sum_dkv(&mut scratch.gather, [batch, head, kv_head], &tile, queries);
+            let (_, sums, ..) = scratch.gather.split();
+            for (row, &key) in self.listed.keys[tile].iter().enumerate() {
+                let key = key as usize;
+                let parts = fields.iter().zip([dims.head_dim, dims.value_dim]);
+                let factors = [scale, Acc::<E>::ONE];
+                for (((&field, dim), factor), (sums, padded)) in
+                    parts.zip(factors).zip(sums.iter().zip(queries.dims))
+                {
+                    let of_key = |key: usize| (key - first) * record + field;
+                    if is_first {
+                        (next..key).for_each(|key| {
+                            records[of_key(key)..][..dim].fill(Acc::<E>::ZERO);
+                        });
                     }
-                    self.sum_dkv(&mut scratch.gather, [batch, kv_head, first + row]);
-                    let (_, [dk, dv], ..) = scratch.gather.split();
-                    let of_dk = &mut record[offsets[0]..][..dims.head_dim];
-                    of_dk.iter_mut().zip(dk).for_each(|(into, dk)| *into = scale * *dk);
-                    record[offsets[1]..][..dims.value_dim].copy_from_slice(&dv[..dims.value_dim]);
+                    let into = &mut records[of_key(key)..][..dim];
+                    let terms = sums[row * padded..].iter().map(|&sum| factor * sum);
+                    let pairs = into.iter_mut().zip(terms);
+                    match is_first {
+                        true => pairs.for_each(|(into, term)| *into = term),
+                        false => pairs.for_each(|(into, term)| *into += term),
+                    }
+                }
+                next = key + 1;
+            }
+        }
+        if is_first {
+            for record in records[(next - first) * record..].chunks_exact_mut(record) {
+                for (field, dim) in fields.into_iter().zip([dims.head_dim, dims.value_dim]) {
+                    record[field..][..dim].fill(Acc::<E>::ZERO);
                 }
             }
         }
     }
 
-    /// Computes dk, not scaled, and dv of one key of one KV head in the sums of the scratch.
-    fn sum_dkv(&self, scratch: &mut GatherScratch<Acc<E>>, [batch, kv_head, key]: [usize; 3]) {
-        let ([k, v], sums, ..) = scratch.split();
+    /// Computes dk, not scaled, and dv of up to [`TILE`] keys in the sums of the scratch.
+    fn sum_dkv(
+        &self,
+        scratch: &mut GatherScratch<Acc<E>>,
+        [batch, head, kv_head]: [usize; 3],
+        numbers: &Range<usize>,
+        queries: RowsView<'_, Acc<E>>,
+    ) {
+        let ListedBlock { transposed, merged_by_key, keys, .. } = self.listed;
+        let (own, sums, ..) = scratch.split();
         sums.into_iter().for_each(|sums| sums.fill(Acc::<E>::ZERO));
-        widen(self.k.plane(batch, kv_head).slice(key).unwrap_or_default(), k);
-        widen(self.v.plane(batch, kv_head).slice(key).unwrap_or_default(), v);
-        let transposed = &self.listed.transposed;
-        for head in self.geometry.heads(kv_head) {
-            let of_key = transposed.pairs(batch, head, key);
-            let planes = [&self.q, &self.dout].map(|source| source.plane(batch, head));
-            let line = batch * self.geometry.dims.q_heads + head;
-            let statistics = self.statistics.of(line, 0..self.statistics.rows);
-            for (start, queries) in Gathered::parts(transposed.all_queries(), of_key) {
-                let (own, [dk, dv], scratch, mut lists) = scratch.split();
-                let rows = queries.rows.iter();
-                let rows = rows.map(|&query| [self.query_rows[query as usize], self.key_rows[key]]);
-                let keep = self.terms.keep([batch, head], rows, lists[KEEP]);
-                let pairs = transposed.numbers(start..start + queries.rows.len());
-                let entries = self.listed.pairs.entries(0..self.listed.pairs.len());
-                let entries = pairs.iter().map(|&pair| entries[pair as usize] as usize);
-                let has_bias = self.terms.bias(entries, lists[BIAS]);
-                for (at, &query) in queries.rows.iter().enumerate() {
-                    let &[max, inverse_sum, delta, _] = &statistics[query as usize];
-                    for (list, number) in (STATISTICS..).zip([max, inverse_sum, delta]) {
-                        lists[list][at] = number;
-                    }
-                }
-                let [keep_list, bias_list, max, inverse_sum, delta, _] =
-                    lists.each_mut().map(|list| &**list);
-                let row = GradientRow {
-                    other: queries,
-                    own: own.map(|row| &*row),
-                    planes,
-                    rule: self.rule,
-                    bias: has_bias.then_some(bias_list),
-                    keep: keep.then_some(keep_list),
-                    statistics: PairStatistics::Each([max, inverse_sum, delta]),
-                    scratch,
-                    out: dk,
-                    out_value: Some(dv),
-                    dbias: None,
-                };
-                Acc::<E>::run_kernel(self.geometry.token, 1, row);
+        let planes = self.by_key.map(|source| source.plane(batch, kv_head));
+        let ids = keys[numbers.clone()].iter().map(|&key| key as usize);
+        self.pack_own(planes, ids, queries.dims, own);
+        let plane = transposed.list(batch, head, 0) / keys.len();
+        for first in (0..numbers.len()).step_by(GROUP) {
+            let key = numbers.start + first;
+            if let Some(list) = merged_by_key.get(plane, key) {
+                let rows = RowsOfList { at: first, list, first_pair: 0 };
+                self.sum_dkv_rows(scratch, [batch, head, key], rows, queries);
+                continue;
             }
+            for at in first..numbers.len().min(first + GROUP) {
+                let key = numbers.start + at;
+                let of_key = transposed.pairs(transposed.list(batch, head, key));
+                let first_pair = of_key.start;
+                let list = MergedList::of_row(&transposed.all_queries()[of_key]);
+                let rows = RowsOfList { at, list, first_pair };
+                self.sum_dkv_rows(scratch, [batch, head, key], rows, queries);
+            }
+        }
+    }
+
+    fn sum_dkv_rows(
+        &self,
+        scratch: &mut GatherScratch<Acc<E>>,
+        [batch, head, key]: [usize; 3],
+        RowsOfList { at, list, first_pair }: RowsOfList<'_>,
+        queries: RowsView<'_, Acc<E>>,
+    ) {
+        let [dim, value_dim] = queries.dims;
+        let ListedBlock { pairs, transposed, keys, queries: query_ids, .. } = self.listed;
+        let line = batch * self.geometry.dims.q_heads + head;
+        let statistics = self.statistics.of(line, 0..self.statistics.rows);
+        let group = &keys[key..keys.len().min(key + list.rows())];
+        for (range, list) in list.parts(PART) {
+            let ([k, v], [dk, dv], scratch, mut lists) = scratch.split();
+            let ids = list.elements.iter().map(|&query| query_ids[query as usize] as usize);
+            let numbers = ids.clone().map(|query| self.query_rows[query]);
+            let rows = group.iter().map(|&key| {
+                let row = self.key_rows[key as usize];
+                numbers.clone().map(move |query| [query, row])
+            });
+            let keep = self.terms.keep([batch, head], rows, lists[KEEP]);
+            let has_bias = self.terms.has_bias();
+            if has_bias {
+                let pair = transposed.numbers(first_pair + range.start..first_pair + range.end);
+                let entries = pairs.entries(0..pairs.len());
+                let entries = pair.iter().map(|&pair| entries[pair as usize]);
+                self.terms.bias(entries, lists[BIAS]);
+            }
+            for (at, query) in ids.enumerate() {
+                let &[max, inverse_sum, delta, _] = &statistics[query];
+                for (list, number) in (STATISTICS..).zip([max, inverse_sum, delta]) {
+                    lists[list][at] = number;
+                }
+            }
+            let [keep_list, bias_list, _, max, inverse_sum, delta] =
+                lists.each_mut().map(|list| &**list);
+            let rows = GradientRows {
+                others: Others { list, rows: queries },
+                own: [&k[at * dim..], &v[at * value_dim..]],
+                rule: self.rule,
+                bias: has_bias.then_some(bias_list),
+                keep: keep.then_some(keep_list),
+                statistics: PairStatistics::Listed([max, inverse_sum, delta]),
+                scratch,
+                out: &mut dk[at * dim..],
+                out_value: Some(&mut dv[at * value_dim..]),
+                dbias: None,
+            };
+            rows.run_rows(self.geometry.token);
         }
     }
 }

@@ -1,60 +1,157 @@
-//! The pairs of key lists in one block, and the choice between tiles and gathered rows.
+//! The pairs of sparse masks in one block, and the choice between tiles and listed rows.
 //!
-//! A tile of 64 × 64 pairs computes each pair in a fraction of the time that a gathered pair takes,
-//! but also the pairs that are not listed. The cheaper form of a block follows from the two counts,
-//! so that it depends on the lists alone.
+//! A tile of 64 × 64 pairs computes each pair in a fraction of the time that a listed pair takes,
+//! but also the pairs that are masked. The cheaper form of a block follows from the two counts, so
+//! that it depends on the mask alone. Masks of one interval a query are always computed by tiles.
 
 use annulus_core::{ListedPairs, RankShard, Result, Rows, Spec, TransposedPairs};
 use ndarray::Array4;
 
 use crate::{
-    gather::rows::{PART, RowScratch, ScoreRule},
+    gather::{
+        groups::{GROUP, MergedLists},
+        plane::PackedRows,
+        rows::{PART, RowScratch, ScoreRule},
+    },
     simd::dispatch::Real,
     tile::{
-        aligned::Aligned,
+        aligned::{Aligned, list_bytes},
         geometry::Geometry,
         input::{TileInput, TileSource},
+        pack::padded_dim,
         tile_mask::TILE,
     },
 };
 
-/// Time of a gathered pair in units of a pair of a full tile (`benches/record/lists.md`): it reads
-/// two rows that no panel holds.
-const GATHER_COST: u64 = 32;
+/// Time of a pair of a merged list, and of another, in units of a pair of a full tile
+/// (`benches/record/lists.md`): rows of scattered lists are in no near cache.
+const MERGED_PAIR_COST: u64 = 5;
+const PAIR_COST: u64 = 16;
 
-/// Pairs of the block that is computed on.
+/// Most pairs of a query whose lists are made from the intervals of a mask: they take 3 KiB for
+/// both directions. More pairs fill tiles well enough.
+const MOST_PAIRS: usize = 256;
+
+/// Pairs of the block that is computed on, by query and by key.
 #[derive(Debug, Default)]
-pub(crate) struct ListedBlock {
+pub(crate) struct ListedBlock<A> {
     pub(crate) pairs: ListedPairs,
+    /// Lists of four neighbouring queries.
+    pub(crate) merged: MergedLists,
+    /// Index in the block of each key that has a number in `pairs`.
+    pub(crate) keys: Vec<u32>,
     pub(crate) transposed: TransposedPairs,
+    /// Lists of four neighbouring keys, in the order of their numbers.
+    pub(crate) merged_by_key: MergedLists,
+    /// Index of each query that has a number in `transposed`.
+    pub(crate) queries: Vec<u32>,
+    /// Rows of one head of the other side.
+    pub(crate) rows: PackedRows<A>,
+    /// Versions of the queries and keys that the pairs are of, and if listed rows are computed.
+    known: Option<([u64; 2], bool)>,
+    is_transposed: bool,
+    /// True if the pairs of a mask without key lists are few; known of one batch.
+    is_sparse: Option<bool>,
 }
 
-impl ListedBlock {
-    /// Computes the visible pairs of a block of `keys`. Returns true if its rows are gathered:
-    /// false without key lists, and where tiles take less time or have features that gathered rows
+impl<A: Real> ListedBlock<A> {
+    /// Forgets the pairs: the batch has changed.
+    pub(crate) const fn begin(&mut self) {
+        self.known = None;
+        self.is_sparse = None;
+    }
+
+    /// Computes the visible pairs of a block of `keys`, unless they are known. Returns true if
+    /// listed rows are computed: false where tiles take less time or have features that listed rows
     /// lack.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn gathers<A: Real>(&mut self, shard: &RankShard, keys: &Rows) -> Result<bool> {
-        let Some(lists) = shard.key_lists.as_deref().filter(|_| !needs_tiles::<A>(shard)) else {
+    pub(crate) fn gathers(&mut self, shard: &RankShard, keys: &Rows) -> Result<bool> {
+        let lists = shard.key_lists.as_deref();
+        if lists.is_none() && !self.is_sparse(shard) || needs_tiles::<A>(shard) {
             return Ok(false);
-        };
-        let spec = &*shard.spec;
+        }
+        let versions = [shard.queries.version(), keys.version()];
+        if let Some((known, gathers)) = self.known
+            && known == versions
+            && !versions.contains(&0)
+        {
+            return Ok(gathers);
+        }
+        self.known = None;
+        self.is_transposed = false;
+        let Spec { dims, .. } = &*shard.spec;
         let visibility = shard.visibility(&shard.queries, keys);
-        self.pairs.refill(&visibility, spec.dims.batch)?;
-        if lists.bias().is_some() {
-            return Ok(true);
+        let has_bias = lists.is_some_and(|lists| lists.bias().is_some());
+        match lists {
+            Some(_) => self.pairs.refill(&visibility, dims.batch)?,
+            None => self.pairs.refill_from_intervals(&visibility, [dims.batch, dims.q_heads])?,
         }
         let tiles = self.pairs.count_tiles(TILE, keys.len())?;
-        let rows = TILE.min(shard.queries.len().next_multiple_of(A::WIDTH));
-        Ok(self.pairs.len() as u64 * GATHER_COST < tiles * (rows * TILE) as u64)
+        self.keys = self.pairs.compact(keys.len())?;
+        let planes = self.pairs.lists() / shard.queries.len().max(1);
+        let rows = [planes, shard.queries.len()];
+        let Self { pairs, merged, .. } = self;
+        // entries of the list bias are those of one row
+        merged.refill(rows, self.keys.len(), !has_bias, |list| {
+            &pairs.all_keys()[pairs.pairs(list)]
+        })?;
+        let single = (pairs.len() - merged.pairs) as u64;
+        let cost = merged.pairs as u64 * MERGED_PAIR_COST + single * PAIR_COST;
+        let gathers = has_bias || cost < tiles * pairs_of_tile::<A>(shard);
+        self.known = Some((versions, gathers));
+        Ok(gathers)
+    }
+
+    /// Computes the pairs by key, unless they are known.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn transpose(&mut self, shard: &RankShard) -> Result<()> {
+        if self.is_transposed {
+            return Ok(());
+        }
+        let Self { pairs, transposed, merged_by_key, keys, .. } = self;
+        transposed.refill(pairs, keys.len())?;
+        self.queries = transposed.compact(shard.queries.len())?;
+        let has_bias = shard.key_lists.as_ref().is_some_and(|lists| lists.bias().is_some());
+        let planes = transposed.lists() / keys.len().max(1);
+        let transposed = &*transposed;
+        merged_by_key.refill([planes, keys.len()], self.queries.len(), !has_bias, |list| {
+            &transposed.all_queries()[transposed.pairs(list)]
+        })?;
+        self.is_transposed = true;
+        Ok(())
+    }
+
+    /// Returns true if the mask of the spec lowers to several intervals a query that leave most
+    /// pairs of their tiles masked.
+    fn is_sparse(&mut self, shard: &RankShard) -> bool {
+        *self.is_sparse.get_or_insert_with(|| {
+            let sample = shard.visibility(&shard.queries, &shard.keys).sample_intervals(TILE);
+            sample.is_some_and(|[pairs, tiles]| {
+                pairs <= MOST_PAIRS * TILE
+                    && (pairs as u64) * MERGED_PAIR_COST < tiles as u64 * pairs_of_tile::<A>(shard)
+            })
+        })
     }
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.pairs.bytes() + self.transposed.bytes()
+        self.pairs.bytes()
+            + self.transposed.bytes()
+            + self.merged.bytes()
+            + self.merged_by_key.bytes()
+            + list_bytes(&self.keys)
+            + list_bytes(&self.queries)
+            + self.rows.bytes()
     }
+}
+
+/// Returns the pairs of a tile that kernels compute.
+fn pairs_of_tile<A: Real>(shard: &RankShard) -> u64 {
+    (TILE.min(shard.queries.len().next_multiple_of(A::WIDTH)) * TILE) as u64
 }
 
 /// Returns a tensor with contiguous vectors, in `copy` if those of `source` are not.
@@ -87,23 +184,24 @@ pub(crate) fn rule<A: Real>(spec: &Spec) -> ScoreRule<A> {
     }
 }
 
-/// Scratch of a thread that gathers rows, allocated by its first pass.
+/// Scratch of a thread that computes listed rows, allocated by its first pass.
 #[derive(Debug, Default)]
 pub(crate) struct GatherScratch<A> {
-    /// A row of each plane, padded to whole vectors.
+    /// Vectors of up to [`TILE`] rows of this side, of both tensors side by side and then apart.
     pub(crate) own: [Aligned<A>; 2],
-    /// Sums of a row of each plane, padded to whole vectors.
+    /// Sums of as many rows.
     pub(crate) sums: [Aligned<A>; 2],
-    block: Aligned<A>,
-    /// Products, dP, slopes; dropout factors, list bias, statistics, gradient of the list bias.
+    /// `[GROUP][PART]` each: products, dP, slopes; dropout factors, list bias, gradient of the list
+    /// bias; statistics.
     parts: [Aligned<A>; 9],
 }
 
-/// Numbers of the lists of [`GatherScratch::split`]: dropout factors, list bias, three of
-/// statistics, and the gradient of the list bias.
+/// Numbers of the lists of [`GatherScratch::split`]: dropout factors, list bias, its gradient, and
+/// three of statistics.
 pub(crate) const KEEP: usize = 0;
 pub(crate) const BIAS: usize = 1;
-pub(crate) const STATISTICS: usize = 2;
+pub(crate) const BIAS_GRADIENT: usize = 2;
+pub(crate) const STATISTICS: usize = 3;
 
 /// Rows, sums, the scratch of a kernel, and lists of numbers a pair.
 type SplitScratch<'a, A> =
@@ -112,30 +210,26 @@ type SplitScratch<'a, A> =
 impl<A: Real> GatherScratch<A> {
     /// Allocates the scratch, unless it is.
     pub(crate) fn allocate(&mut self, geometry: &Geometry) -> Result<()> {
-        if !self.block.is_empty() {
+        if !self.parts[0].is_empty() {
             return Ok(());
         }
-        let dims = [geometry.dims.head_dim, geometry.dims.value_dim];
-        let dims = dims.map(|dim| dim.next_multiple_of(A::WIDTH));
+        let dims = [geometry.dims.head_dim, geometry.dims.value_dim].map(padded_dim::<A>);
         for lists in [&mut self.own, &mut self.sums] {
             for (list, dim) in lists.iter_mut().zip(dims) {
-                *list = Aligned::zeroed(dim)?;
+                *list = Aligned::zeroed(TILE * dim)?;
             }
         }
         for list in &mut self.parts {
-            *list = Aligned::zeroed(PART)?;
+            *list = Aligned::zeroed(GROUP * PART)?;
         }
-        self.block = Aligned::zeroed(A::WIDTH * A::WIDTH)?;
         Ok(())
     }
 
     /// Divides the scratch.
     pub(crate) fn split(&mut self) -> SplitScratch<'_, A> {
-        let Self { own, sums, block, parts } = self;
-        let [s, dp, slope, keep, bias, max, inverse_sum, delta, dbias] =
-            parts.each_mut().map(|list| &mut **list);
-        let scratch = RowScratch { block, s, dp, slope };
-        let lists = [keep, bias, max, inverse_sum, delta, dbias];
+        let Self { own, sums, parts } = self;
+        let [s, dp, slope, lists @ ..] = parts.each_mut().map(|list| &mut **list);
+        let scratch = RowScratch { s, dp, slope };
         (
             own.each_mut().map(|list| &mut **list),
             sums.each_mut().map(|list| &mut **list),
@@ -146,12 +240,7 @@ impl<A: Real> GatherScratch<A> {
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let lists = self.own.iter().chain(&self.sums).chain(&self.parts).chain([&self.block]);
+        let lists = self.own.iter().chain(&self.sums).chain(&self.parts);
         lists.map(Aligned::bytes).sum()
     }
-}
-
-/// Widens a row; the elements after it stay 0.
-pub(crate) fn widen<E: TileInput>(row: &[E], into: &mut [E::Accumulator]) {
-    into.iter_mut().zip(row).for_each(|(into, &element)| *into = element.widen());
 }

@@ -7,7 +7,7 @@ use annulus_core::DType;
 use crate::simd::{
     element::WidenTo,
     exp::EXP2_COEFFICIENTS,
-    vector::{MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
+    vector::{FOUR, MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
 };
 
 /// Registers of a vector.
@@ -71,7 +71,6 @@ fn softmax_exp(x: __m256) -> __m256 {
 /// Transposes eight rows of eight elements, by blocks of 2 × 2, 4 × 4 and 8 × 8: 24 shuffles.
 #[inline(always)]
 fn transposed(rows: [__m256; EIGHT]) -> [__m256; EIGHT] {
-    const FOUR: usize = 4;
     // SAFETY: the machine has the instructions (invariant of `Ymms`). The casts are between 32-byte
     // vectors for which every bit pattern is valid.
     unsafe {
@@ -183,6 +182,31 @@ impl Vector<f32> for Ymms {
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         }
+    }
+
+    #[inline(always)]
+    fn sums_of_fours([a, b, c, d]: [Self; FOUR]) -> Self {
+        let part = |i: usize| {
+            // SAFETY: the machine has the instruction: invariant of `Ymms`.
+            unsafe {
+                let (ab, cd) = (_mm256_hadd_ps(a.0[i], b.0[i]), _mm256_hadd_ps(c.0[i], d.0[i]));
+                _mm256_hadd_ps(ab, cd)
+            }
+        };
+        Self([part(0), part(1)])
+    }
+
+    #[inline(always)]
+    fn totals_of_fours([a, b, c, d]: [Self; FOUR]) -> Self {
+        let total = |a: Self, b: Self| {
+            // SAFETY: the machine has the instructions: invariant of `Ymms`.
+            unsafe {
+                let (a, b) = (_mm256_add_ps(a.0[0], a.0[1]), _mm256_add_ps(b.0[0], b.0[1]));
+                let low = _mm256_permute2f128_ps::<0x20>(a, b);
+                _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+            }
+        };
+        Self([total(a, b), total(c, d)])
     }
 
     /// Transposes blocks of 8 × 8 elements and exchanges the blocks.

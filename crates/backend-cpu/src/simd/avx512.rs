@@ -7,7 +7,7 @@ use annulus_core::DType;
 use crate::simd::{
     element::WidenTo,
     exp::EXP2_COEFFICIENTS,
-    vector::{Bf16Pairs, MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
+    vector::{Bf16Pairs, FOUR, MAX_LANES, Vector, strip, strip_mut, unrolled, widened},
 };
 
 /// Sixteen f32; with `PAIRS`, product operands are sixteen pairs of bf16.
@@ -122,6 +122,38 @@ impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
     fn total(self) -> f32 {
         // SAFETY: the machine has the instructions: invariant of `Zmm`.
         unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+
+    #[inline(always)]
+    fn sums_of_fours([a, b, c, d]: [Self; FOUR]) -> Self {
+        // SAFETY: the machine has the instructions (invariant of `Zmm`). The casts are between
+        // 64-byte vectors for which every bit pattern is valid.
+        unsafe {
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a.0, b.0), _mm512_unpackhi_ps(a.0, b.0));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c.0, d.0), _mm512_unpackhi_ps(c.0, d.0));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+            Self(_mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd))))
+        }
+    }
+
+    #[inline(always)]
+    fn totals_of_fours([a, b, c, d]: [Self; FOUR]) -> Self {
+        const EVEN: i32 = 0b10_00_10_00;
+        const ODD: i32 = 0b11_01_11_01;
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        unsafe {
+            let ab = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<EVEN>(a.0, b.0),
+                _mm512_shuffle_f32x4::<ODD>(a.0, b.0),
+            );
+            let cd = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<EVEN>(c.0, d.0),
+                _mm512_shuffle_f32x4::<ODD>(c.0, d.0),
+            );
+            let even = _mm512_shuffle_f32x4::<EVEN>(ab, cd);
+            Self(_mm512_add_ps(even, _mm512_shuffle_f32x4::<ODD>(ab, cd)))
+        }
     }
 
     /// Transposes by blocks of 2 × 2 elements, then 4 × 4, 8 × 8 and 16 × 16: 64 shuffles.

@@ -7,7 +7,7 @@ use annulus_core::DType;
 use crate::simd::{
     element::WidenTo,
     exp::EXP2_COEFFICIENTS,
-    vector::{MAX_LANES, Vector, strip, strip_mut, widened},
+    vector::{FOUR, MAX_LANES, Vector, strip, strip_mut, widened},
 };
 
 /// Registers of a vector.
@@ -149,6 +149,21 @@ impl Vector<f32> for Quad {
             let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
             vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
         }
+    }
+
+    #[inline(always)]
+    fn sums_of_fours([a, b, c, d]: [Self; FOUR]) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        let pairs = |a, b| unsafe { vpaddq_f32(a, b) };
+        let part = |i: usize| pairs(pairs(a.0[i], b.0[i]), pairs(c.0[i], d.0[i]));
+        Self([part(0), part(1), part(2), part(3)])
+    }
+
+    #[inline(always)]
+    fn totals_of_fours(sums: [Self; FOUR]) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        let plus = |a, b| unsafe { vaddq_f32(a, b) };
+        Self(sums.map(|Self([a, b, c, d])| plus(plus(a, b), plus(c, d))))
     }
 
     /// Transposes blocks of 4 × 4 elements and exchanges the blocks.

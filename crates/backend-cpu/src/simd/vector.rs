@@ -44,6 +44,9 @@ pub(crate) fn strip_mut<A, const N: usize, const W: usize>(
 /// Maximum lanes of a vector: 64 bytes of f32.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// Vectors of [`Vector::sums_of_fours`].
+pub(crate) const FOUR: usize = 4;
+
 /// Vector of elements of type `A`, one per lane.
 pub(crate) trait Vector<A: Float>: Copy {
     /// The vector in memory.
@@ -98,6 +101,12 @@ pub(crate) trait Vector<A: Float>: Copy {
     fn all_equal(self, b: Self) -> bool;
     /// Sums all lanes pairwise, by halves.
     fn total(self) -> A;
+    /// Sums the lanes of four vectors within each 4 lanes: lane 4·i + j of the result is the sum of
+    /// lanes 4·i .. 4·i + 4 of vector j.
+    fn sums_of_fours(vectors: [Self; FOUR]) -> Self;
+    /// Sums results of [`Vector::sums_of_fours`], one for each 4 lanes: lane 4·i + j is the total of
+    /// the lanes 4·l + j of result i.
+    fn totals_of_fours(sums: [Self; FOUR]) -> Self;
     /// Transposes the first [`Vector::WIDTH`] vectors. The rest of `block` is unspecified.
     fn transpose(block: &mut [Self; MAX_LANES]);
 
@@ -244,6 +253,28 @@ impl<A: Float, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, 
             }
         }
         self.0[0]
+    }
+
+    #[inline(always)]
+    fn sums_of_fours(vectors: [Self; FOUR]) -> Self {
+        let mut sums = vectors[0];
+        for (i, sum) in sums.0.iter_mut().enumerate() {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|k| vectors[i % FOUR].0[i / FOUR * FOUR + k]);
+            *sum = a + b + (c + d);
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn totals_of_fours(sums: [Self; FOUR]) -> Self {
+        let mut totals = sums[0];
+        for (i, total) in totals.0.iter_mut().enumerate() {
+            *total = A::ZERO;
+            for four in sums[i / FOUR].0.chunks_exact(FOUR) {
+                *total += four[i % FOUR];
+            }
+        }
+        totals
     }
 
     #[inline(always)]

@@ -172,8 +172,8 @@ pub(crate) struct PassState<A> {
     pub(crate) received_mask: DenseMask,
     /// Numbers of received queries in [`RankShard::received_lists`].
     pub(crate) received_index: Vec<usize>,
-    /// Pairs of key lists in the block that is computed on.
-    pub(crate) listed: ListedBlock,
+    /// Pairs of a sparse mask in the block that is computed on.
+    pub(crate) listed: ListedBlock<A>,
     /// Gradient of the bias of the key lists, one number for each listed pair.
     pub(crate) list_bias_gradient: Vec<A>,
     /// The same, of blocks that tiles compute.
@@ -495,6 +495,7 @@ impl<A: Real> PassState<A> {
                 .all(|(&have, want)| have >= want);
         if fits {
             self.shard = shard.clone();
+            self.listed.begin();
             self.update_narrow();
         }
         fits

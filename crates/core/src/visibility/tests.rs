@@ -221,11 +221,14 @@ fn checked(
     Ok(counts)
 }
 
-/// Compares the pairs of key lists, by query and by key, with the definition.
+/// Compares the listed pairs, by query and by key, with the definition.
 fn check_listed_pairs(visibility: &Visibility<'_>) -> Result<(), TestCaseError> {
     let Visibility { queries, keys, .. } = visibility;
     let mut pairs = ListedPairs::default();
-    pairs.refill(visibility, BATCH).unwrap();
+    match visibility.key_lists {
+        Some(_) => pairs.refill(visibility, BATCH).unwrap(),
+        None => pairs.refill_from_intervals(visibility, [BATCH, HEADS]).unwrap(),
+    }
     let mut transposed = TransposedPairs::default();
     transposed.refill(&pairs, keys.len()).unwrap();
     let mut tiles = std::collections::BTreeSet::new();
@@ -241,7 +244,7 @@ fn check_listed_pairs(visibility: &Visibility<'_>) -> Result<(), TestCaseError> 
             prop_assert_eq!(got, want);
         }
         for k in 0..keys.len() {
-            let of_key = transposed.pairs(b, h, k);
+            let of_key = transposed.pairs(transposed.list(b, h, k));
             let visible = |q: &usize| visibility.pair(b, h, *q, k);
             let want: Vec<u32> = (0..queries.len()).filter(visible).map(|q| q as u32).collect();
             prop_assert_eq!(&transposed.all_queries()[of_key.clone()], want);
@@ -252,6 +255,11 @@ fn check_listed_pairs(visibility: &Visibility<'_>) -> Result<(), TestCaseError> 
     }
     prop_assert_eq!(pairs.count_all(BATCH), all);
     prop_assert_eq!(pairs.count_tiles(8, keys.len()).unwrap(), tiles.len() as u64);
+    let before = pairs.all_keys().to_vec();
+    let ids = pairs.compact(keys.len()).unwrap();
+    prop_assert!(ids.is_sorted_by(|a, b| a < b));
+    let after: Vec<u32> = pairs.all_keys().iter().map(|&key| ids[key as usize]).collect();
+    prop_assert_eq!(before, after);
     Ok(())
 }
 
@@ -274,7 +282,7 @@ proptest! {
             keys: &keys,
         };
         checked(&visibility, height, width)?;
-        if lists.is_some() {
+        if lists.is_some() || !visibility.per_head() {
             check_listed_pairs(&visibility)?;
         }
     }
