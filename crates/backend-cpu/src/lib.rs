@@ -88,6 +88,7 @@ mod tile {
     pub(crate) mod prefetch;
     pub(crate) mod scores;
     pub(crate) mod softmax;
+    pub(crate) mod terms;
     pub(crate) mod tile_mask;
     pub(crate) mod tile_products;
 }

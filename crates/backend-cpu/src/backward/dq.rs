@@ -27,6 +27,7 @@ use crate::{
         input::{Acc, TileInput, TileSource, array},
         operands::Previous,
         prefetch::PrefetchRows,
+        terms::RowPositions,
         tile_mask::TILE,
     },
     workspace::{
@@ -205,6 +206,7 @@ impl<E: TileInput> DqPass<'_, E> {
             tile_mask,
             head_mask,
             prefetcher,
+            positions,
             ..
         } = scratch;
         // a bias of −∞ removes pairs of one head
@@ -240,7 +242,14 @@ impl<E: TileInput> DqPass<'_, E> {
             }
         });
         let rows = tile_mask.rows();
-        let ds = geometry.weights(coord.vectors, rows, &mut tiles.s, &mut tiles.extra);
+        let ds = geometry.weights(
+            coord.vectors,
+            rows,
+            RowPositions(positions.as_ref()),
+            true,
+            &mut tiles.s,
+            &mut tiles.terms,
+        );
         let head_rows = geometry.head_rows();
         let lane = block.lane(coord.head % geometry.dims.group(), first);
         let sums = &mut block.partial.sums[lane * head_rows..(lane + coord.width) * head_rows];
