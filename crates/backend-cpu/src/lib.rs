@@ -119,5 +119,5 @@ pub use backend::Cpu;
 pub use backend::id as numerics_id;
 pub use pass::{CpuBackward, CpuForward};
 pub use simd::isa::Isa;
-pub use simd::tile_unit::amx_refusal;
+pub use simd::tile_unit::amx;
 pub use workspace::state::CpuWorkspace;

@@ -246,12 +246,12 @@ mod hardware {
     }
 
     impl Configuration {
-        /// Computes a block whose operands are in bounds. Called only where `amx_refusal` is `None`.
+        /// Computes a block whose operands are in bounds. Called only where AMX is available.
         pub(super) fn run(&mut self, block: Block<'_>) {
             if self.rows != block.rows {
                 self.rows = block.rows;
                 let layout = Layout::new(block.rows);
-                // SAFETY: a unit of this kind exists only where `amx_refusal` is `None`. The
+                // SAFETY: a unit of this kind exists only where this process may use AMX. The
                 // operand is 64 readable bytes that describe tiles within palette 1. No code of
                 // this process depends on the contents of tiles across calls.
                 unsafe {

@@ -93,7 +93,7 @@ impl Isa {
             Self::Avx512Bf16 => {
                 Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16")
             }
-            Self::Amx => Self::Avx512Bf16.is_available() && tile_unit::amx_refusal().is_none(),
+            Self::Amx => Self::Avx512Bf16.is_available() && tile_unit::amx() == Some(Ok(())),
             Self::AmxEmulated => true,
         };
         #[cfg(target_arch = "aarch64")]
