@@ -330,7 +330,7 @@ impl<E: TileInput> PairKernel for PackRows<'_, '_, E> {
                                 two(chunk + pair, first),
                                 V::interleaved,
                                 |term, of| {
-                                    blocks[term][pair] = of;
+                                    blocks[term][pair - chunk] = of;
                                 },
                             );
                         }
