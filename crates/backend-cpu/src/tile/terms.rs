@@ -324,15 +324,10 @@ impl<E: TileInput> PairKernel for PackRows<'_, '_, E> {
                 {
                     for chunk in (0..ROW_PAIRS).step_by(TILE_SIZE) {
                         let mut blocks = [[V::splat(0.0); TILE_SIZE]; MAX_TERMS];
-                        for pair in 0..TILE_SIZE {
-                            each_term(
-                                terms,
-                                two(chunk + pair, first),
-                                V::interleaved,
-                                |term, of| {
-                                    blocks[term][pair - chunk] = of;
-                                },
-                            );
+                        for pair in chunk..chunk + TILE_SIZE {
+                            each_term(terms, two(pair, first), V::interleaved, |term, of| {
+                                blocks[term][pair - chunk] = of;
+                            });
                         }
                         for (term, block) in blocks.iter_mut().enumerate().take(terms) {
                             V::transpose(block);
