@@ -80,9 +80,9 @@ impl Cpu {
 
     /// Returns the instruction set of the kernels for `spec`.
     ///
-    /// A forced instruction set has priority. Otherwise bf16 inputs run on [`Isa::Amx`] where it is
-    /// available and, with [`Precision::Default`], on [`Isa::Avx512Bf16`] where the processor is
-    /// known to be faster with it; all other specs run on [`Cpu::isa`].
+    /// A forced instruction set has priority. Otherwise bf16, f16 and f32 inputs run on [`Isa::Amx`]
+    /// where it is available, and bf16 inputs with [`Precision::Default`] on [`Isa::Avx512Bf16`]
+    /// where the processor is known to be faster with it; all other specs run on [`Cpu::isa`].
     ///
     /// # Errors
     /// As [`Isa::chosen`].
@@ -90,11 +90,11 @@ impl Cpu {
         if let Some(forced) = self.forced.map_or_else(Isa::forced, |isa| Ok(Some(isa)))? {
             return Ok(forced);
         }
-        let may_multiply_pairs = spec.dtype == DType::Bf16 && spec.leaf_rows.is_none();
-        let pairs = if may_multiply_pairs { Isa::fast_pairs() } else { None };
-        let pairs = pairs.filter(|&isa| {
-            isa.splits_probs(spec.precision) || spec.precision == Precision::Default
-        });
+        let rounds = spec.dtype == DType::Bf16
+            && spec.precision == Precision::Default
+            && spec.leaf_rows.is_none();
+        let pairs = if spec.dtype == DType::F64 { None } else { Isa::fast_pairs() };
+        let pairs = pairs.filter(|&isa| isa == Isa::Amx || rounds);
         Ok(pairs.unwrap_or_else(Isa::widest))
     }
 }
@@ -103,18 +103,20 @@ impl Backend for Cpu {
     type Space = Host;
     type Workspace = CpuWorkspace;
 
-    /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
+    /// Accepts every valid spec. Products of f32 inputs are as exact as f32 at every
     /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs where the instruction set
-    /// [multiplies pairs](Isa::multiplies_pairs), but not in the reproducible order; on AMX they
-    /// are sums of two bf16 unless the precision is [`Precision::Default`].
+    /// [multiplies pairs](Isa::multiplies_pairs): on AMX with [`Precision::Default`] only, on others
+    /// not in the reproducible order.
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
-        let isa = self.isa()?;
         spec.validate()?;
-        let pairs_isa = self.isa_for(spec)?;
+        let isa = self.isa_for(spec)?;
         let rounds = spec.dtype == DType::Bf16
-            && spec.leaf_rows.is_none()
-            && pairs_isa.multiplies_pairs()
-            && !pairs_isa.splits_probs(spec.precision);
+            && isa.multiplies_pairs()
+            && if isa.has_tiles() {
+                spec.precision == Precision::Default
+            } else {
+                spec.leaf_rows.is_none()
+            };
         Ok(Capabilities {
             name: "cpu",
             numerics_id: id(isa),
@@ -163,7 +165,7 @@ impl Backend for Cpu {
 
 /// Version of the kernels' arithmetic. Increased by every change that alters a bit of a result: the
 /// order of a sum, the size of a KV tile, a coefficient of e^x.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Returns the fingerprint of the kernels on `isa`.
 ///

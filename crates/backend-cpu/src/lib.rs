@@ -91,6 +91,7 @@ mod tile {
     pub(crate) mod prefetch;
     pub(crate) mod scores;
     pub(crate) mod softmax;
+    pub(crate) mod terms;
     pub(crate) mod tile_mask;
     pub(crate) mod tile_products;
 }
@@ -121,5 +122,5 @@ pub use backend::Cpu;
 pub use backend::id as numerics_id;
 pub use pass::{CpuBackward, CpuForward};
 pub use simd::isa::Isa;
-pub use simd::tile_unit::amx_refusal;
+pub use simd::tile_unit::amx;
 pub use workspace::state::CpuWorkspace;

@@ -40,6 +40,7 @@ use crate::{
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView, PanelsInPlace},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
         scores::Scores,
+        terms::RowPositions,
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
@@ -314,7 +315,7 @@ impl<E: TileInput> DkvPass<'_, E> {
             if let (Some(dq), Some(before)) =
                 (&mut dq, open_tile.take_if(|before| *before != tile_start))
             {
-                scratch.ds_tile.complete();
+                scratch.ds_tile.complete(token);
                 dq.accumulate_dq(scratch, head, task, before, queries);
             }
             let ThreadScratch { tile_mask, whole_mask, bits, .. } = scratch;
@@ -358,7 +359,7 @@ impl<E: TileInput> DkvPass<'_, E> {
             self.accumulate_tile(scratch, task, at, dq, first_key, &mut in_place);
         }
         if let (Some(dq), Some(before)) = (dq, open_tile) {
-            scratch.ds_tile.complete();
+            scratch.ds_tile.complete(token);
             dq.accumulate_dq(scratch, head, task, before, queries);
         }
         filled
@@ -368,7 +369,10 @@ impl<E: TileInput> DkvPass<'_, E> {
     pub(super) fn keys_in_place(&self, task: &KeyTask) -> Option<PanelView<'_, Acc<E>>> {
         let Geometry { dims, token, .. } = *self.geometry;
         let uses = self.visibility.queries.len().div_ceil(TILE) * dims.group();
-        if uses > MAX_USES_IN_PLACE || dims.head_dim != self.geometry.padded_head_dim() {
+        if uses > MAX_USES_IN_PLACE
+            || dims.head_dim != self.geometry.padded_head_dim()
+            || self.geometry.bf16_pairs
+        {
             return None;
         }
         let plane = self.k.plane(task.batch, task.kv_head);
@@ -384,6 +388,9 @@ impl<E: TileInput> DkvPass<'_, E> {
         queries: &Range<usize>,
         tile: &QueryTile,
     ) -> Option<PanelsInPlace<'_, Acc<E>>> {
+        if self.geometry.bf16_pairs {
+            return None;
+        }
         let dims = self.geometry.dims;
         let planes = [&self.q, &self.dout].map(|source| source.plane(task.batch, head));
         let dims = [dims.head_dim, dims.value_dim];
@@ -448,7 +455,7 @@ impl<E: TileInput> DkvPass<'_, E> {
         }
         let [rows_head, rows_value] = match in_place {
             Some(tile) => [0, 1].map(|i| tile.reduction_panel(i, geometry.token, tile_mask)),
-            None => [rows_head.view(), rows_value.view()],
+            None => [rows_head.view(), rows_value.view()].map(PanelView::of_queries),
         };
         let operands = DsOperands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
         let next_rows = match *next {
@@ -488,7 +495,14 @@ impl<E: TileInput> DkvPass<'_, E> {
             Previous::Overwrite
         };
         let rows = tile_mask.rows();
-        let probs = geometry.weights(coord.vectors, rows, &mut tiles.dp, &mut tiles.extra);
+        let probs = geometry.weights(
+            coord.vectors,
+            rows,
+            RowPositions::default(),
+            false,
+            &mut tiles.dp,
+            &mut tiles.terms,
+        );
         let dv_strip = &mut sums_value[geometry.strip_range(coord, geometry.value_rows())];
         gemm_tn(
             (geometry.token, coord.vectors),
@@ -499,7 +513,14 @@ impl<E: TileInput> DkvPass<'_, E> {
             previous,
             &mut cursor,
         );
-        let ds = geometry.weights(coord.vectors, rows, &mut tiles.s, &mut tiles.extra);
+        let ds = geometry.weights(
+            coord.vectors,
+            rows,
+            RowPositions::default(),
+            true,
+            &mut tiles.s,
+            &mut tiles.terms,
+        );
         let dk_strip = &mut sums_head[geometry.strip_range(coord, geometry.head_rows())];
         gemm_tn(
             (geometry.token, coord.vectors),

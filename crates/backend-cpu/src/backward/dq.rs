@@ -28,6 +28,7 @@ use crate::{
         list_bias::ListBiasSums,
         operands::Previous,
         prefetch::PrefetchRows,
+        terms::RowPositions,
         tile_mask::TILE,
     },
     workspace::{
@@ -208,6 +209,7 @@ impl<E: TileInput> DqPass<'_, E> {
             tile_mask,
             head_mask,
             prefetcher,
+            positions,
             ..
         } = scratch;
         // a bias of −∞ removes pairs of one head
@@ -246,7 +248,14 @@ impl<E: TileInput> DqPass<'_, E> {
             }
         });
         let rows = tile_mask.rows();
-        let ds = geometry.weights(coord.vectors, rows, &mut tiles.s, &mut tiles.extra);
+        let ds = geometry.weights(
+            coord.vectors,
+            rows,
+            RowPositions(positions.as_ref()),
+            true,
+            &mut tiles.s,
+            &mut tiles.terms,
+        );
         let head_rows = geometry.head_rows();
         let lane = block.lane(coord.head % geometry.dims.group(), first);
         let sums = &mut block.partial.sums[lane * head_rows..(lane + coord.width) * head_rows];

@@ -13,6 +13,7 @@ use crate::{
         pack::PanelsInPlace,
         prefetch::prefetch_first_tile,
         scores::Scores,
+        terms::RowPositions,
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
@@ -207,9 +208,23 @@ impl<'a, E: TileInput> ForwardQueryPass<'a, E> {
         next: NextTile,
     ) {
         let token = self.geometry.token;
-        scratch.rows_head.fill(token, &self.k, batch, kv_head, keys.clone());
-        scratch.rows_value.fill(token, &self.v, batch, kv_head, keys.clone());
+        scratch.positions = self.positions(keys);
+        let at = RowPositions(scratch.positions.as_ref());
+        scratch.rows_head.fill_at(token, &self.k, batch, kv_head, keys.clone(), at);
+        scratch.rows_value.fill_at(token, &self.v, batch, kv_head, keys.clone(), at);
         scratch.prefetcher.schedule_rows(next.kv_head, next.keys);
+    }
+
+    /// Returns the positions of a tile's keys on tiles of the reproducible order: a block may lack
+    /// masked keys of a leaf, on which no bit depends.
+    fn positions(&self, keys: &Range<usize>) -> Option<[u8; TILE]> {
+        self.scores.spec.leaf_rows.and(self.geometry.tile_terms)?;
+        let mut positions = [0; TILE];
+        for (position, &row) in positions.iter_mut().zip(&self.visibility.keys.rows()[keys.clone()])
+        {
+            *position = (row % TILE as u64) as u8;
+        }
+        Some(positions)
     }
 
     /// Returns a tile of keys and values of which `uses` products each are computed, if it is read
@@ -221,6 +236,9 @@ impl<'a, E: TileInput> ForwardQueryPass<'a, E> {
         keys: &Range<usize>,
         uses: usize,
     ) -> Option<PanelsInPlace<'a, Acc<E>>> {
+        if self.geometry.bf16_pairs {
+            return None;
+        }
         let dims = self.geometry.dims;
         let planes = [&self.k, &self.v].map(|source| source.plane(batch, kv_head));
         PanelsInPlace::new(planes, keys, [dims.head_dim, dims.value_dim], uses)

@@ -23,9 +23,9 @@
 //! is, merges it with the partial results that wait for it, or stores it, and then folds the tiles
 //! of 64 row numbers of the leaf, ascending, into the partial result of the leaf. The result of a
 //! row does not depend on the other rows of its strip or task: every operation on a lane depends on
-//! that lane alone, and a tile that is empty for the strip changes no bit of a lane. Probabilities
-//! are not rounded to bf16 in this order: `VDPBF16PS` adds pairs of rows of a block, so that a
-//! result would depend on the blocks.
+//! that lane alone, and a tile that is empty for the strip changes no bit of a lane. On AMX, pairs of
+//! rows are those of their row numbers. `VDPBF16PS` is not used in this order: it adds pairs of rows
+//! of a block, so that a result would depend on the blocks.
 //!
 //! # Source
 //! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax, and section
@@ -51,6 +51,7 @@ use crate::{
         prefetch::{PrefetchRows, Prefetcher},
         scores::LaneMaxima,
         softmax::{MultiplyTile, OnlineSoftmax, OnlineSoftmaxStatistics},
+        terms::RowPositions,
         tile_mask::TILE,
     },
     workspace::{
@@ -383,6 +384,7 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             tile_mask,
             head_mask,
             prefetcher,
+            positions,
             ..
         } = scratch;
         // a bias of −∞ removes pairs of one head
@@ -450,7 +452,14 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             );
         }
         let rows = tile_mask.rows();
-        let probs = self.geometry.weights(vectors, rows, &mut tiles.s, &mut tiles.extra);
+        let probs = self.geometry.weights(
+            vectors,
+            rows,
+            RowPositions(positions.as_ref()),
+            false,
+            &mut tiles.s,
+            &mut tiles.terms,
+        );
         let previous = match (is_first, max_changed) {
             (true, _) => Previous::Overwrite,
             (false, true) => Previous::Rescale(rescale),

@@ -11,7 +11,7 @@
 //! Every step is rounded once to nearest in f32. Subnormal numbers are read as 0, results below the
 //! smallest normal number are written as 0. There is no shortcut for a factor of 0: 0·NaN is NaN.
 //!
-//! The tile registers are configured and released in each call: 55 ns on a Xeon. A configuration
+//! The tile registers are configured and released in each product: 55 ns on a Xeon. A configuration
 //! that lives longer would be lost in a signal handler that jumps, or to another user of the tiles
 //! on this thread.
 //!
@@ -19,15 +19,25 @@
 //! Intel's instruction set reference, `TDPBF16PS`. The order of the two chains and the treatment of
 //! NaN were compared with a processor, bit for bit.
 
-use crate::simd::{
-    dispatch::{ArrayKernel, IsaToken},
-    tile_unit::{TILE_SIZE, TileUnit},
+use crate::{
+    simd::{
+        dispatch::{ArrayKernel, IsaToken, Real, SimdKernel},
+        tile_unit::{TILE_SIZE, TileUnit},
+        vector::Vector,
+    },
+    tile::operands::Previous,
 };
 
 /// Maximum tiles of B and C in one product: their registers, one of A and one of B.
 const MAX_TILES: usize = 4;
 
-/// C = A·B, or C += A·B with `add`. Elements of A and B are pairs of bf16.
+/// Maximum lanes of B and C in one product.
+pub(crate) const MAX_TILE_LANES: usize = MAX_TILES * TILE_SIZE;
+
+/// C = Σ A·B, C += Σ A·B or C = C·rescale + Σ A·B over some passes, in their order. Elements of A
+/// and B are pairs of bf16.
+///
+/// The sum starts at 0 and is rounded into C once, as in the products of vectors.
 pub(crate) struct TileProduct<'a> {
     /// `rows` rows of `chunks` × 16 pairs, `a_stride` apart.
     pub(crate) a: &'a [f32],
@@ -35,46 +45,151 @@ pub(crate) struct TileProduct<'a> {
     /// `chunks` × 16 rows of `tiles` × 16 pairs, `b_stride` apart.
     pub(crate) b: &'a [f32],
     pub(crate) b_stride: usize,
+    /// First elements of A and B of each pass.
+    pub(crate) passes: &'a [[usize; 2]],
     /// `rows` rows of `tiles` × 16 elements, `c_stride` apart.
     pub(crate) c: &'a mut [f32],
     pub(crate) c_stride: usize,
+    pub(crate) previous: Previous<'a, f32>,
+    /// Powers of two by which the rows of A and the lanes of B were multiplied, and by which the
+    /// sum is divided. An empty list: 1. NaN: the sum is left as it is.
+    pub(crate) factors: Option<[&'a [f32]; 2]>,
     pub(crate) rows: usize,
     pub(crate) chunks: usize,
     /// 1 to 4.
     pub(crate) tiles: usize,
-    pub(crate) add: bool,
 }
 
 impl TileProduct<'_> {
     /// True if the operands are as long as their sizes and strides say.
     fn is_in_bounds(&self) -> bool {
         let Self { rows, chunks, tiles, a_stride, b_stride, c_stride, .. } = *self;
-        let holds = |elements: &[f32], lines: usize, stride: usize, line: usize| {
+        let holds = |elements: usize, first: usize, lines: usize, stride: usize, line: usize| {
             (lines - 1)
                 .checked_mul(stride)
-                .and_then(|before| before.checked_add(line))
-                .is_some_and(|end| end <= elements.len())
+                .and_then(|before| before.checked_add(line)?.checked_add(first))
+                .is_some_and(|end| end <= elements)
         };
         (1..=MAX_TILES).contains(&tiles)
-            && holds(self.a, rows, a_stride, chunks * TILE_SIZE)
-            && holds(self.b, chunks * TILE_SIZE, b_stride, tiles * TILE_SIZE)
-            && holds(self.c, rows, c_stride, tiles * TILE_SIZE)
+            && self.passes.iter().all(|&[a, b]| {
+                holds(self.a.len(), a, rows, a_stride, chunks * TILE_SIZE)
+                    && holds(self.b.len(), b, chunks * TILE_SIZE, b_stride, tiles * TILE_SIZE)
+            })
+            && holds(self.c.len(), 0, rows, c_stride, tiles * TILE_SIZE)
     }
+}
+
+/// At most 16 rows of a product, which overwrite C.
+struct Block<'a> {
+    a: &'a [f32],
+    a_stride: usize,
+    b: &'a [f32],
+    b_stride: usize,
+    passes: &'a [[usize; 2]],
+    c: &'a mut [f32],
+    c_stride: usize,
+    rows: usize,
+    chunks: usize,
+    tiles: usize,
 }
 
 impl TileUnit {
     /// Computes a product. `token` is that of the unit.
     pub(crate) fn run(self, token: IsaToken, product: TileProduct<'_>) {
-        if product.rows == 0 || product.chunks == 0 {
+        let TileProduct { rows, chunks, tiles, c_stride, previous, factors, .. } = product;
+        if rows == 0 || chunks == 0 {
             return;
         }
         assert!(product.is_in_bounds(), "operands of a tile product are too short");
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Self::Amx => hardware::run(product),
-            #[cfg(not(target_arch = "x86_64"))]
-            Self::Amx => token.run::<_, TILE_SIZE>(1, Emulation(product)),
-            Self::Emulated => token.run::<_, TILE_SIZE>(1, Emulation(product)),
+        let mut sums = [0.0; TILE_SIZE * MAX_TILE_LANES];
+        let sums_stride = tiles * TILE_SIZE;
+        #[cfg(target_arch = "x86_64")]
+        let mut configuration = hardware::Configuration::default();
+        for first in (0..rows).step_by(TILE_SIZE) {
+            let rows = (rows - first).min(TILE_SIZE);
+            let c = &mut product.c[first * c_stride..];
+            let overwrites = matches!(previous, Previous::Overwrite);
+            let (into, into_stride) =
+                if overwrites { (&mut *c, c_stride) } else { (&mut sums[..], sums_stride) };
+            let block = Block {
+                a: &product.a[first * product.a_stride..],
+                a_stride: product.a_stride,
+                b: product.b,
+                b_stride: product.b_stride,
+                passes: product.passes,
+                c: into,
+                c_stride: into_stride,
+                rows,
+                chunks,
+                tiles,
+            };
+            match self {
+                #[cfg(target_arch = "x86_64")]
+                Self::Amx => configuration.run(block),
+                #[cfg(not(target_arch = "x86_64"))]
+                Self::Amx => token.run::<_, TILE_SIZE>(1, Emulation(block)),
+                Self::Emulated => token.run::<_, TILE_SIZE>(1, Emulation(block)),
+            }
+            let (into, into_stride) =
+                if overwrites { (&mut *c, c_stride) } else { (&mut sums[..], sums_stride) };
+            if let Some([of_rows, of_lanes]) = factors {
+                let of_rows = of_rows.get(first..).unwrap_or_default();
+                for (row, line) in into.chunks_mut(into_stride).enumerate().take(rows) {
+                    divide(&mut line[..sums_stride], of_rows.get(row).copied(), of_lanes);
+                }
+            }
+            if !overwrites {
+                let rescale = previous.rescale();
+                f32::run_kernel(
+                    token,
+                    1,
+                    AddSums { sums: &sums, c, c_stride, rows, tiles, rescale },
+                );
+            }
+        }
+    }
+}
+
+/// Divides sums by the factors of their row and lanes. Exact but for results that are subnormal.
+fn divide(sums: &mut [f32], of_row: Option<f32>, of_lanes: &[f32]) {
+    let of_row = of_row.unwrap_or(1.0);
+    for (lane, sum) in sums.iter_mut().enumerate() {
+        let factor = f64::from(of_row) * f64::from(of_lanes.get(lane).copied().unwrap_or(1.0));
+        if factor != 1.0 && !factor.is_nan() {
+            *sum = (f64::from(*sum) / factor) as f32;
+        }
+    }
+}
+
+/// C ← C + sums or C·rescale + sums.
+struct AddSums<'a> {
+    /// Rows of `tiles` × 16 elements.
+    sums: &'a [f32],
+    c: &'a mut [f32],
+    c_stride: usize,
+    rows: usize,
+    tiles: usize,
+    rescale: Option<&'a [f32]>,
+}
+
+impl SimdKernel<f32> for AddSums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<f32>, const ROWS: usize, const VECTORS: usize>(self) {
+        let width = self.tiles * TILE_SIZE;
+        let rescale = self.rescale.map(V::strip::<1>);
+        for (sums, c) in
+            self.sums.chunks_exact(width).zip(self.c.chunks_mut(self.c_stride)).take(self.rows)
+        {
+            let lines = V::strip::<1>(sums).iter().zip(V::strip_mut::<1>(&mut c[..width]));
+            for (v, ([sum], [c])) in lines.enumerate() {
+                let (sum, old) = (V::load(sum), V::load(c));
+                match rescale.and_then(|rescale| rescale.get(v)) {
+                    Some([rescale]) => V::load(rescale).multiply_add(old, sum).store(c),
+                    None => old.plus(sum).store(c),
+                }
+            }
         }
     }
 }
@@ -83,11 +198,11 @@ impl TileUnit {
 mod hardware {
     use std::arch::asm;
 
-    use super::{TILE_SIZE, TileProduct};
+    use super::{Block, TILE_SIZE};
 
     /// Operand of `LDTILECFG`.
     #[repr(C, align(64))]
-    struct Config {
+    struct Layout {
         palette: u8,
         start_row: u8,
         reserved: [u8; 14],
@@ -95,7 +210,7 @@ mod hardware {
         rows: [u8; 16],
     }
 
-    impl Config {
+    impl Layout {
         /// Tiles 0 to 3 are C, 4 is A, each of `rows` rows; 5 is B.
         fn new(rows: usize) -> Self {
             let mut config = Self {
@@ -113,97 +228,108 @@ mod hardware {
         }
     }
 
-    /// Computes a product whose operands are in bounds.
-    pub(super) fn run(product: TileProduct<'_>) {
-        let TileProduct { a, a_stride, b, b_stride, c, c_stride, rows, chunks, tiles, add } =
-            product;
-        let mut first = 0;
-        while first < rows {
-            let block = (rows - first).min(TILE_SIZE);
-            if first == 0 || block < TILE_SIZE {
-                let config = Config::new(block);
-                // SAFETY: a unit of this kind exists only where `amx_refusal` is `None`. The
+    /// Configuration of the tiles, released when it is dropped.
+    #[derive(Default)]
+    pub(super) struct Configuration {
+        /// Rows of A and C; 0 before the first block.
+        rows: usize,
+    }
+
+    impl Drop for Configuration {
+        fn drop(&mut self) {
+            if self.rows > 0 {
+                // SAFETY: a block has run, so that the processor has the instruction. Released
+                // tiles need not be saved in a context switch.
+                unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+            }
+        }
+    }
+
+    impl Configuration {
+        /// Computes a block whose operands are in bounds. Called only where AMX is available.
+        pub(super) fn run(&mut self, block: Block<'_>) {
+            if self.rows != block.rows {
+                self.rows = block.rows;
+                let layout = Layout::new(block.rows);
+                // SAFETY: a unit of this kind exists only where this process may use AMX. The
                 // operand is 64 readable bytes that describe tiles within palette 1. No code of
                 // this process depends on the contents of tiles across calls.
                 unsafe {
-                    asm!("ldtilecfg [{config}]", config = in(reg) &raw const config,
+                    asm!("ldtilecfg [{layout}]", layout = in(reg) &raw const layout,
                         options(nostack, preserves_flags, readonly));
                 }
             }
-            let pointers = (
-                a[first * a_stride..].as_ptr(),
-                b.as_ptr(),
-                c[first * c_stride..].as_mut_ptr(),
-                [a_stride, b_stride, c_stride].map(|stride| stride * size_of::<f32>()),
-            );
-            // SAFETY: the caller has checked that `rows` rows of A and C, and `chunks` × 16 rows of
-            // B, are as long as the tiles that are read and written here, with these strides.
+            // SAFETY: the caller has checked that the rows of A and C, and `chunks` × 16 rows of B,
+            // are as long as the tiles that are read and written here, with these strides and, of A
+            // and B, from the first elements of each pass on. There is a pass and a chunk.
             unsafe {
-                match tiles {
-                    1 => block_product::<1>(pointers, chunks, add),
-                    2 => block_product::<2>(pointers, chunks, add),
-                    3 => block_product::<3>(pointers, chunks, add),
-                    _ => block_product::<4>(pointers, chunks, add),
+                match block.tiles {
+                    1 => multiply::<1>(block),
+                    2 => multiply::<2>(block),
+                    3 => multiply::<3>(block),
+                    _ => multiply::<4>(block),
                 }
             }
-            first += block;
         }
-        // SAFETY: as for the configuration. Released tiles need not be saved in a context switch.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
     }
-
-    type Pointers = (*const f32, *const f32, *mut f32, [usize; 3]);
 
     /// Computes the rows of C that the configuration names.
     ///
     /// # Safety
-    /// The tiles are configured by [`Config::new`]. Row `i` of A is readable from `a + i·stride` on
-    /// for `chunks` × 64 bytes, row `k` of B for `TILES` × 64 bytes, and row `i` of C is readable
-    /// and writable for `TILES` × 64 bytes, with strides in bytes.
+    /// The tiles are configured by [`Layout::new`]. For each pass, `rows` rows of A are readable
+    /// from its first element of A on, and `chunks` × 16 rows of B from its first element of B on,
+    /// as long as the tiles. `rows` rows of C are writable. There is a pass and a chunk.
     #[inline(always)]
-    unsafe fn block_product<const TILES: usize>(
-        (a, b, c, [a_stride, b_stride, c_stride]): Pointers,
-        chunks: usize,
-        add: bool,
-    ) {
+    unsafe fn multiply<const TILES: usize>(block: Block<'_>) {
+        let Block { a, a_stride, b, b_stride, passes, c, c_stride, chunks, .. } = block;
+        let [a_stride, b_stride, c_stride] =
+            [a_stride, b_stride, c_stride].map(|stride| stride * size_of::<f32>());
         // one block of assembly: the compiler makes no promise about tiles between two
         macro_rules! product {
             ($($tile:literal)*) => {
                 asm!(
-                    "test {add}, {add}",
-                    "jz 2f",
-                    $(concat!("tileloadd tmm", $tile, ", [{c} + {c_stride}*1 + ", $tile, "*64]"),)*
-                    "jmp 3f",
-                    "2:",
                     $(concat!("tilezero tmm", $tile),)*
+                    "2:",
+                    "mov {a_chunk}, [{pass}]",
+                    "mov {b_chunk}, [{pass} + 8]",
+                    "lea {a_chunk}, [{a} + {a_chunk}*4]",
+                    "lea {b_chunk}, [{b} + {b_chunk}*4]",
+                    "mov {chunk}, {chunks}",
                     "3:",
-                    "tileloadd tmm4, [{a} + {a_stride}*1]",
+                    "tileloadd tmm4, [{a_chunk} + {a_stride}*1]",
                     $(
-                        concat!("tileloadd tmm5, [{b} + {b_stride}*1 + ", $tile, "*64]"),
+                        concat!("tileloadd tmm5, [{b_chunk} + {b_stride}*1 + ", $tile, "*64]"),
                         concat!("tdpbf16ps tmm", $tile, ", tmm4, tmm5"),
                     )*
-                    "add {a}, 64",
-                    "add {b}, {step}",
-                    "dec {chunks}",
+                    "add {a_chunk}, 64",
+                    // 16 rows of B
+                    "lea {b_chunk}, [{b_chunk} + {b_stride}*8]",
+                    "lea {b_chunk}, [{b_chunk} + {b_stride}*8]",
+                    "dec {chunk}",
                     "jnz 3b",
+                    "add {pass}, 16",
+                    "cmp {pass}, {last}",
+                    "jne 2b",
                     $(concat!("tilestored [{c} + {c_stride}*1 + ", $tile, "*64], tmm", $tile),)*
-                    add = in(reg) usize::from(add),
-                    a = inout(reg) a => _,
-                    b = inout(reg) b => _,
-                    c = in(reg) c,
+                    a = in(reg) a.as_ptr(),
+                    b = in(reg) b.as_ptr(),
+                    c = in(reg) c.as_mut_ptr(),
                     a_stride = in(reg) a_stride,
                     b_stride = in(reg) b_stride,
                     c_stride = in(reg) c_stride,
-                    step = in(reg) b_stride * TILE_SIZE,
-                    chunks = inout(reg) chunks => _,
+                    pass = inout(reg) passes.as_ptr_range().start => _,
+                    last = in(reg) passes.as_ptr_range().end,
+                    chunks = in(reg) chunks,
+                    a_chunk = out(reg) _,
+                    b_chunk = out(reg) _,
+                    chunk = out(reg) _,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
                     out("tmm5") _,
                     options(nostack),
                 )
             };
         }
-        // SAFETY: by the conditions on the caller, every address of a tile is valid; `chunks` is
-        // not 0.
+        // SAFETY: by the conditions on the caller, every address of a tile is valid.
         unsafe {
             match TILES {
                 1 => product!(0),
@@ -216,36 +342,35 @@ mod hardware {
 }
 
 /// A product by scalar arithmetic, in vectors of lanes where the compiler can.
-struct Emulation<'a>(TileProduct<'a>);
+struct Emulation<'a>(Block<'a>);
 
 impl ArrayKernel for Emulation<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let TileProduct { a, a_stride, b, b_stride, c, c_stride, rows, chunks, tiles, add } =
-            self.0;
+        let Block { a, a_stride, b, b_stride, passes, c, c_stride, rows, chunks, tiles } = self.0;
         for row in 0..rows {
-            let a = &a[row * a_stride..][..chunks * TILE_SIZE];
             for tile in 0..tiles {
                 let Some(c) = c[row * c_stride + tile * TILE_SIZE..].first_chunk_mut() else {
                     return;
                 };
-                if !add {
-                    *c = [0.0; TILE_SIZE];
-                }
-                for chunk in 0..chunks {
-                    let mut chains = [[0.0f32; TILE_SIZE]; 2];
-                    for k in chunk * TILE_SIZE..(chunk + 1) * TILE_SIZE {
-                        let b = &b[k * b_stride + tile * TILE_SIZE..];
-                        let Some(b) = b.first_chunk::<TILE_SIZE>() else { return };
-                        for (half, chain) in chains.iter_mut().enumerate() {
-                            let b = std::array::from_fn(|lane| element(b[lane], half));
-                            *chain = step(element(a[k], half), &b, chain);
+                *c = [0.0; TILE_SIZE];
+                for &[first_a, first_b] in passes {
+                    let a = &a[first_a + row * a_stride..][..chunks * TILE_SIZE];
+                    for chunk in 0..chunks {
+                        let mut chains = [[0.0f32; TILE_SIZE]; 2];
+                        for k in chunk * TILE_SIZE..(chunk + 1) * TILE_SIZE {
+                            let b = &b[first_b + k * b_stride + tile * TILE_SIZE..];
+                            let Some(b) = b.first_chunk::<TILE_SIZE>() else { return };
+                            for (half, chain) in chains.iter_mut().enumerate() {
+                                let b = std::array::from_fn(|lane| element(b[lane], half));
+                                *chain = step(element(a[k], half), &b, chain);
+                            }
                         }
+                        let [even, odd] = chains;
+                        *c = std::array::from_fn(|lane| sum(c[lane], sum(even[lane], odd[lane])));
                     }
-                    let [even, odd] = chains;
-                    *c = std::array::from_fn(|lane| sum(c[lane], sum(even[lane], odd[lane])));
                 }
             }
         }
@@ -366,20 +491,28 @@ mod tests {
             pair(UNIT / 2.0, 0.0),
         ]);
         b[..3].fill([pair(1.0, 1.0); 16]);
-        let mut c = [0.0; 16];
-        emulated(TileProduct {
-            a: &a,
-            a_stride: 16,
-            b: b.as_flattened(),
-            b_stride: 16,
-            c: &mut c,
-            c_stride: 16,
-            rows: 1,
-            chunks: 1,
-            tiles: 1,
-            add: true,
-        });
-        assert_eq!(c, [1.0 + UNIT; 16]);
+        // C + (sum of both chains): 1 + 2⁻²³, not 1 + 2⁻²⁴ twice
+        let product = |c: &mut [f32], previous: Previous<'_, f32>| {
+            emulated(TileProduct {
+                a: &a,
+                a_stride: 16,
+                b: b.as_flattened(),
+                b_stride: 16,
+                passes: &[[0, 0]],
+                c,
+                c_stride: 16,
+                previous,
+                factors: Some([&[], &[0.5; 16]]),
+                rows: 1,
+                chunks: 1,
+                tiles: 1,
+            });
+        };
+        let mut c = [f32::NAN; 16];
+        product(&mut c, Previous::Overwrite);
+        assert_eq!(c, [2.0 + 2.0 * UNIT; 16]);
+        product(&mut c, Previous::Rescale(&[3.0; 16]));
+        assert_eq!(c, [8.0 + 8.0 * UNIT; 16]);
         // 0·NaN and 0·∞ are NaN, subnormal factors are 0
         for (factor, other, wanted) in [
             (0.0, f32::NAN, None),
@@ -412,6 +545,7 @@ mod tests {
                     })
                     .collect()
             };
+            // the second pass starts 16 pairs later
             let [a_stride, b_stride, c_stride] = [chunks * 16, tiles * 16 + 16, tiles * 16];
             let (a, b, c) =
                 (list(rows * a_stride), list(chunks * 16 * b_stride), list(rows * c_stride));
@@ -424,12 +558,14 @@ mod tests {
                         a_stride,
                         b: &b,
                         b_stride,
+                        passes: &[[0, 0], [0, 16], [0, 0]][..1 + number % 3],
                         c: &mut c,
                         c_stride,
+                        previous: [Previous::Overwrite, Previous::Add][number % 2],
+                        factors: None,
                         rows,
                         chunks,
                         tiles,
-                        add: number % 2 == 0,
                     },
                 );
                 c.into_iter().map(f32::to_bits).collect::<Vec<_>>()

@@ -2,7 +2,7 @@
 //!
 //! Prefetch instructions.
 
-use annulus_core::{Error, Precision, Result};
+use annulus_core::{Error, Result};
 
 #[cfg(target_arch = "x86_64")]
 use crate::simd::tile_unit;
@@ -24,7 +24,8 @@ pub enum Isa {
     /// Selected only by [`Isa::VARIABLE`], [`crate::Cpu::with_isa`] or
     /// [`annulus_core::Precision::Default`].
     Avx512Bf16,
-    /// [`Isa::Avx512Bf16`] with products on AMX tiles (`TDPBF16PS`) for bf16 inputs.
+    /// [`Isa::Avx512Bf16`] with products on AMX tiles (`TDPBF16PS`) of bf16, f16 and f32 inputs: of
+    /// f16 as sums of two bf16, of f32 as sums of three.
     Amx,
     /// [`Isa::Amx`] with emulated tiles of the same bits, on every processor: for tests. Slow.
     AmxEmulated,
@@ -60,15 +61,14 @@ impl Isa {
     }
 
     /// True if bf16 inputs are multiplied as pairs, with P and dS rounded to bf16 or, on AMX at a
-    /// higher precision than [`Precision::Default`], to sums of two.
+    /// higher precision than [`annulus_core::Precision::Default`], to sums of two.
     pub const fn multiplies_pairs(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
     }
 
-    /// True if P and dS are multiplied as sums of two bf16 at this precision: exact to 2⁻¹⁷ of an
-    /// element. Tiles are fast enough for it.
-    pub(crate) fn splits_probs(self, precision: Precision) -> bool {
-        matches!(self, Self::Amx | Self::AmxEmulated) && precision != Precision::Default
+    /// True if inputs but f64 are multiplied on tiles, as sums of bf16 terms.
+    pub(crate) const fn has_tiles(self) -> bool {
+        matches!(self, Self::Amx | Self::AmxEmulated)
     }
 
     /// True if this machine has the instructions, and for [`Isa::Amx`] if this process has the
@@ -93,7 +93,7 @@ impl Isa {
             Self::Avx512Bf16 => {
                 Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16")
             }
-            Self::Amx => Self::Avx512Bf16.is_available() && tile_unit::amx_refusal().is_none(),
+            Self::Amx => Self::Avx512Bf16.is_available() && tile_unit::amx() == Some(Ok(())),
             Self::AmxEmulated => true,
         };
         #[cfg(target_arch = "aarch64")]
@@ -116,7 +116,8 @@ impl Isa {
     /// Returns the instruction set that multiplies pairs of bf16, if that is faster than products
     /// of f32.
     ///
-    /// AMX has 15 times the rate (one core of a Xeon: 3,700 against 239 GFLOP/s). `VDPBF16PS` has
+    /// AMX has 15 times the rate (one core of a Xeon: 3,700 against 239 GFLOP/s), so that also six
+    /// products of bf16 terms for one of f32 are faster. `VDPBF16PS` has
     /// twice the rate on AMD's processors and half the rate on Intel's. The decision reads the
     /// vendor name instead of a clock, so that it is the same in every run.
     pub(crate) fn fast_pairs() -> Option<Self> {

@@ -16,35 +16,36 @@ pub(crate) enum TileUnit {
     Emulated,
 }
 
-/// Returns why this process cannot use AMX with bf16; `None` if it can.
+/// Returns whether this process can use the AMX of its processor, or why not; `None` if the processor
+/// has no AMX with bf16.
 ///
-/// The first call asks Linux for the permission, which the process and its later threads keep. It
-/// enlarges signal frames to about 12 KB, so that an alternative signal stack of 8 KB is refused
-/// from then on. Linux refuses the permission if such a stack is in force.
-pub fn amx_refusal() -> Option<&'static str> {
+/// The first call on such a processor asks Linux for the permission, which the process and its later
+/// threads keep. It enlarges signal frames to about 12 KB, so that an alternative signal stack of 8
+/// KB is refused from then on. Linux refuses the permission if such a stack is in force.
+pub fn amx() -> Option<Result<(), &'static str>> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return linux::refusal();
+    return linux::amx();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    Some("not Linux on x86-64")
+    None
 }
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod linux {
-    use std::arch::asm;
+    use std::{arch::asm, sync::OnceLock};
 
-    /// See [`super::amx_refusal`].
-    pub(super) fn refusal() -> Option<&'static str> {
-        static REFUSAL: std::sync::OnceLock<Option<&str>> = std::sync::OnceLock::new();
-        *REFUSAL.get_or_init(|| {
-            if !has_instructions() {
-                Some("the processor has none")
-            } else if !has_saved_state() {
-                Some("the operating system does not save its registers")
-            } else if !has_permission() {
-                Some("the kernel refused the permission (an alternative signal stack below 12 KB?)")
-            } else {
-                None
-            }
+    /// See [`super::amx`].
+    pub(super) fn amx() -> Option<Result<(), &'static str>> {
+        static AMX: OnceLock<Option<Result<(), &str>>> = OnceLock::new();
+        *AMX.get_or_init(|| {
+            has_instructions().then(|| {
+                if !has_saved_state() {
+                    Err("the operating system does not save its registers")
+                } else if !has_permission() {
+                    Err("the kernel refused the permission (an alternative signal stack below 12 KB?)")
+                } else {
+                    Ok(())
+                }
+            })
         })
     }
 

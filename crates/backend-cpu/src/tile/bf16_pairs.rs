@@ -8,10 +8,9 @@
 //! O, dV, dK, dQ  k = rows   the panel holds two rows per line; P and dS are interleaved likewise
 //! dQ by rows     k = keys   a query's dS in order, two neighbouring keys per pair
 //! ```
-//! P and dS are rounded to bf16 once; accumulators stay f32. On tiles at a higher precision than
-//! [`annulus_core::Precision::Default`], the rounding error is rounded to a second bf16 and
-//! multiplied too: the sum of both is exact to 2⁻¹⁷ of the element. Chains start at even rows, and a
-//! masked row contributes a 0 in its pair, so that all passes add the same terms in the same order.
+//! P and dS are rounded to bf16 once; accumulators stay f32. Chains start at even rows, and a masked
+//! row contributes a 0 in its pair, so that all passes add the same terms in the same order. Pairs
+//! that are multiplied on tiles: [`crate::tile::terms`].
 //!
 //! # Source
 //! Dao et al. 2022: P in the inputs' type for the second product. Intel's manual on `VDPBF16PS`.
@@ -21,7 +20,6 @@ use std::ops::Range;
 use crate::{
     simd::{
         dispatch::{ArrayKernel, IsaToken, PairKernel, Real},
-        tile_unit::TILE_SIZE,
         vector::{Bf16Pairs, unrolled},
     },
     tile::input::{Plane, TileInput, TileSource},
@@ -46,24 +44,16 @@ pub(crate) const fn pairs_of(rows: &Range<usize>) -> Range<usize> {
 }
 
 /// Rounds the rows `rows` of a tile and interleaves them two by two, in place. Line `n`, counted
-/// from row `rows.start`, becomes pair `n` of [`pairs_of`]. `errors`, if wanted, receives the
-/// rounding errors, rounded and interleaved likewise.
+/// from row `rows.start`, becomes pair `n` of [`pairs_of`].
 pub(crate) fn interleave_rows<A: Real>(
     token: IsaToken,
     vectors: usize,
     rows: &Range<usize>,
     tile: &mut [A],
-    errors: Option<&mut [A]>,
 ) {
     let width = vectors * WIDTH;
-    let span = rows.start * width..rows.end * width;
     let odd = !rows.start.is_multiple_of(2);
-    let tile = &mut as_pairs_mut(tile)[span.clone()];
-    if let Some(errors) = errors {
-        let from = &*tile;
-        let into = &mut as_pairs_mut(errors)[span];
-        token.run_pair_kernel(vectors, InterleaveErrors { from, into, odd });
-    }
+    let tile = &mut as_pairs_mut(tile)[rows.start * width..rows.end * width];
     token.run_pair_kernel(vectors, InterleaveRows { tile, odd });
 }
 
@@ -93,86 +83,37 @@ impl PairKernel for InterleaveRows<'_> {
     }
 }
 
-/// Interleaves the rounding errors of rows.
-struct InterleaveErrors<'a> {
-    from: &'a [f32],
-    /// As many lines as `from`; the first ones are written.
-    into: &'a mut [f32],
-    /// See [`InterleaveRows`].
-    odd: bool,
-}
-
-impl PairKernel for InterleaveErrors<'_> {
-    #[inline(always)]
-    fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
-        let (from, into) = (V::strip::<VECTORS>(self.from), V::strip_mut::<VECTORS>(self.into));
-        let skip = usize::from(self.odd);
-        let zero = V::splat(0.0);
-        let pairs = (from.len() + skip).div_ceil(2);
-        for (pair, into) in into.iter_mut().enumerate().take(pairs) {
-            let rows = [(2 * pair).checked_sub(skip), (2 * pair + 1).checked_sub(skip)];
-            let rows = rows.map(|row| row.and_then(|row| from.get(row)));
-            unrolled!(v < VECTORS, {
-                let [first, second] =
-                    rows.map(|row| row.map_or(zero, |row| rounding_error(V::load(&row[v]))));
-                V::interleaved(first, second).store(&mut into[v]);
-            });
-        }
-    }
-}
-
-/// Returns x − bf16(x), which is exact; 0 if x is infinite or NaN.
-#[inline(always)]
-fn rounding_error<V: Bf16Pairs>(x: V) -> V {
-    let zero = V::splat(0.0);
-    // the second element of a pair is the upper half of an f32
-    let error = x.minus(V::interleaved(zero, x));
-    error.if_equal(error, error, zero)
-}
-
 /// Rounds the rows of a tile into rows of pairs, `stride` apart and from pair `first_pair` on, with
 /// lanes in order.
 ///
-/// Two vectors become one. The second half for an odd last vector is 0. With `errors`, rounds the
-/// rounding errors instead of the elements.
+/// Two vectors become one. The second half for an odd last vector is 0.
 pub(crate) fn narrow_rows<A: Real>(
     token: IsaToken,
     vectors: usize,
     rows: &[A],
     into: &mut [A],
     (stride, first_pair): (usize, usize),
-    errors: bool,
 ) {
     let (rows, into) = (as_pairs(rows), as_pairs_mut(into));
-    if errors {
-        let kernel = NarrowRows::<true> { rows, into, stride, first_pair };
-        token.run_pair_kernel(vectors, kernel);
-    } else {
-        let kernel = NarrowRows::<false> { rows, into, stride, first_pair };
-        token.run_pair_kernel(vectors, kernel);
-    }
+    token.run_pair_kernel(vectors, NarrowRows { rows, into, stride, first_pair });
 }
 
-/// With `ERRORS`, of the rounding errors.
-struct NarrowRows<'a, const ERRORS: bool> {
+struct NarrowRows<'a> {
     rows: &'a [f32],
     into: &'a mut [f32],
     stride: usize,
     first_pair: usize,
 }
 
-impl<const ERRORS: bool> PairKernel for NarrowRows<'_, ERRORS> {
+impl PairKernel for NarrowRows<'_> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
         for (row, into) in
             V::strip::<VECTORS>(self.rows).iter().zip(self.into.chunks_exact_mut(self.stride))
         {
             for (two, into) in row.chunks(2).zip(V::strip_mut::<1>(&mut into[self.first_pair..])) {
-                let mut first = V::load(&two[0]);
-                let mut second = two.get(1).map_or(V::splat(0.0), |second| V::load(second));
-                if ERRORS {
-                    [first, second] = [first, second].map(rounding_error);
-                }
+                let first = V::load(&two[0]);
+                let second = two.get(1).map_or(V::splat(0.0), |second| V::load(second));
                 V::in_order(first, second).store(&mut into[0]);
             }
         }
@@ -281,10 +222,9 @@ pub(crate) struct PackPairs<'a, 's, E: TileInput> {
     /// `[rows][stride]`
     pub(crate) rows_of_pairs: &'a mut [E::Accumulator],
     pub(crate) stride: usize,
-    /// `[pairs of rows][along_rows_stride]`, or `[dims][along_rows_stride]` if `transposed`.
+    /// `[pairs of rows][along_rows_stride]`
     pub(crate) along_rows: &'a mut [E::Accumulator],
     pub(crate) along_rows_stride: usize,
-    pub(crate) transposed: bool,
 }
 
 impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
@@ -314,50 +254,22 @@ impl<E: TileInput> ArrayKernel for PackPairs<'_, '_, E> {
         if !self.along_rows.is_empty() {
             let along_rows: &mut [u32] = bytemuck::cast_slice_mut(self.along_rows);
             let stride = self.along_rows_stride;
-            let pairs = count.div_ceil(2);
-            if self.transposed {
-                transpose_pairs(rows_of_pairs, line, along_rows, stride);
-            } else {
-                let lines = along_rows.chunks_exact_mut(stride);
-                for (two, into) in rows_of_pairs.chunks(2 * line).zip(lines) {
-                    let (low, high) = two.split_at(line);
-                    let dims = line.min(into.len());
-                    if high.is_empty() {
-                        into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
-                    } else {
-                        for i in 0..dims {
-                            into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
-                        }
+            let lines = along_rows.chunks_exact_mut(stride);
+            for (two, into) in rows_of_pairs.chunks(2 * line).zip(lines) {
+                let (low, high) = two.split_at(line);
+                let dims = line.min(into.len());
+                if high.is_empty() {
+                    into.iter_mut().zip(low).for_each(|(into, &low)| *into = low.into());
+                } else {
+                    for i in 0..dims {
+                        into[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
                     }
                 }
-                // tiles read whole chunks of pairs; stale ones might be NaN, and 0·NaN is NaN
-                let padded = pairs.next_multiple_of(TILE_SIZE) * stride;
-                along_rows[pairs * stride..padded].fill(0);
             }
         }
         // not finite: all exponent bits of the bf16 are set
         rows_of_pairs.iter().fold(0u16, |found, &bits| found | u16::from(bits & 0x7f80 == 0x7f80))
             == 0
-    }
-}
-
-/// Writes pairs of rows, `line` elements each, as `[dims][stride]`: whole chunks of pairs, padded
-/// with 0.
-#[inline(always)]
-fn transpose_pairs(rows: &[u16], line: usize, into: &mut [u32], stride: usize) {
-    let pairs = rows.len().div_ceil(2 * line);
-    for first in (0..pairs).step_by(TILE_SIZE) {
-        let of_pair: [[&[u16]; 2]; TILE_SIZE] = std::array::from_fn(|pair| {
-            [0, 1].map(|half| {
-                let row = 2 * (first + pair) + half;
-                rows.get(row * line..(row + 1) * line).unwrap_or_default()
-            })
-        });
-        for (dim, into) in into.chunks_exact_mut(stride).enumerate() {
-            let element = |row: &[u16]| row.get(dim).map_or(0, |&bits| u32::from(bits));
-            let words = of_pair.map(|[low, high]| element(low) | element(high) << 16);
-            into[first..first + TILE_SIZE].copy_from_slice(&words);
-        }
     }
 }
 
@@ -437,7 +349,7 @@ mod tests {
     fn instructions_equal_the_reference_implementation() {
         for rows in [0..8, 0..5, 1..2, 3..8, 1..9] {
             let made = both(4, |token, tile| match token {
-                Some(token) => interleave_rows(token, 4, &rows, tile, None),
+                Some(token) => interleave_rows(token, 4, &rows, tile),
                 None => {
                     let tile = &mut tile[rows.start * 64..rows.end * 64];
                     InterleaveRows { tile, odd: rows.start % 2 == 1 }
@@ -454,23 +366,24 @@ mod tests {
             assert!(rows != (0..8) || leaf[64 + 7] == rounded(2, 7) | rounded(3, 7) << 16);
         }
         for vectors in [1, 2, 3, 4] {
-            let made = both(vectors, |token, tile| {
-                let rows = tile.clone();
-                let rows = &rows[..2 * vectors * WIDTH];
-                let into = &mut tile[..2 * 40];
-                into.fill(0.0);
-                match (token, vectors) {
-                    (Some(token), _) => narrow_rows(token, vectors, rows, into, (40, 8), false),
-                    (None, 1) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
-                        .run::<Array<f32, false, 16>, 1>(),
-                    (None, 2) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
-                        .run::<Array<f32, false, 16>, 2>(),
-                    (None, 3) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
-                        .run::<Array<f32, false, 16>, 3>(),
-                    (None, _) => NarrowRows::<false> { rows, into, stride: 40, first_pair: 8 }
-                        .run::<Array<f32, false, 16>, 4>(),
-                }
-            });
+            let made =
+                both(vectors, |token, tile| {
+                    let rows = tile.clone();
+                    let rows = &rows[..2 * vectors * WIDTH];
+                    let into = &mut tile[..2 * 40];
+                    into.fill(0.0);
+                    match (token, vectors) {
+                        (Some(token), _) => narrow_rows(token, vectors, rows, into, (40, 8)),
+                        (None, 1) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
+                            .run::<Array<f32, false, 16>, 1>(),
+                        (None, 2) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
+                            .run::<Array<f32, false, 16>, 2>(),
+                        (None, 3) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
+                            .run::<Array<f32, false, 16>, 3>(),
+                        (None, _) => NarrowRows { rows, into, stride: 40, first_pair: 8 }
+                            .run::<Array<f32, false, 16>, 4>(),
+                    }
+                });
             let Some([leaf, types]) = made else { return };
             assert_eq!(leaf, types, "{vectors}");
         }

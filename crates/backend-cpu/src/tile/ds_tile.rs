@@ -27,7 +27,7 @@ use annulus_core::{Result, Spec};
 
 use crate::{
     simd::{
-        amx::TileProduct,
+        amx::{MAX_TILE_LANES, TileProduct},
         dispatch::{IsaToken, MAX_REGISTER_ROWS, Real, SimdKernel},
         tile_unit::{TILE_SIZE, TileUnit},
         vector::{Vector, each_row_mut, unrolled},
@@ -37,9 +37,11 @@ use crate::{
         bf16_pairs::{LOW, MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
         gemm::each_register_tile,
         geometry::{Geometry, TileCoord},
+        operands::Previous,
         pack::PanelView,
+        terms::{Products, ROW_PAIRS, SplitRows},
         tile_mask::{TILE, TileMask},
-        tile_products::{finite_pairs, halves, nonfinite_halves},
+        tile_products::{finite_pairs, halves},
     },
 };
 
@@ -47,8 +49,10 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct DsTile<A> {
     elements: Aligned<A>,
-    /// Terms that are added to the elements, if they are sums of two bf16; else empty.
-    errors: Aligned<A>,
+    /// Terms of the elements as operand of products on tiles ([`crate::tile::terms`]), and the
+    /// factor of each row; else empty.
+    terms: Aligned<A>,
+    factors: Aligned<A>,
     /// Elements of a row: 64, or 32 pairs of bf16.
     stride: usize,
     /// Visible keys of each query.
@@ -59,10 +63,13 @@ pub(crate) struct DsTile<A> {
 
 impl<A: Real> DsTile<A> {
     pub(crate) fn new(geometry: &Geometry, backward: bool) -> Result<Self> {
-        let stride = geometry.packed_rows(TILE);
+        let rows = if backward { TILE } else { 0 };
+        let terms = geometry.tile_terms.map_or(0, |terms| terms.weights);
+        let stride = if terms > 0 { TILE } else { geometry.packed_rows(TILE) };
         Ok(Self {
-            elements: Aligned::zeroed(if backward { TILE * stride } else { 0 })?,
-            errors: Aligned::zeroed(if backward && geometry.split { TILE * stride } else { 0 })?,
+            elements: Aligned::zeroed(rows * stride)?,
+            terms: Aligned::zeroed(rows * terms * ROW_PAIRS)?,
+            factors: Aligned::zeroed(if terms > 0 { rows } else { 0 })?,
             stride,
             lane_words: [0; TILE],
             inserted: 0,
@@ -71,7 +78,7 @@ impl<A: Real> DsTile<A> {
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.elements.bytes() + self.errors.bytes()
+        self.elements.bytes() + self.terms.bytes() + self.factors.bytes()
     }
 
     /// Resets the tile to no visible pair. Its elements are unspecified until [`DsTile::complete`]:
@@ -82,12 +89,11 @@ impl<A: Real> DsTile<A> {
         self.inserted = 0;
         if self.stride != TILE {
             self.elements.fill(A::ZERO);
-            self.errors.fill(A::ZERO);
         }
     }
 
-    /// Zeroes the columns of strips that were not inserted.
-    pub(crate) fn complete(&mut self) {
+    /// Zeroes the columns of strips that were not inserted, and splits elements into terms.
+    pub(crate) fn complete(&mut self, token: IsaToken) {
         if self.stride != TILE {
             return;
         }
@@ -98,11 +104,15 @@ impl<A: Real> DsTile<A> {
             self.zero(0..TILE, first..first + count);
             missing &= !(!0u64 >> (TILE - count) << first);
         }
-    }
-
-    /// Iterates over the elements and the terms that are added to them.
-    fn terms(&self) -> impl Iterator<Item = &[A]> {
-        [&self.elements, &self.errors].into_iter().map(|terms| &**terms).filter(|t| !t.is_empty())
+        if !self.terms.is_empty() {
+            let kernel = SplitRows {
+                tile: as_pairs(&self.elements),
+                terms: self.terms.len() / (TILE * ROW_PAIRS),
+                into: as_pairs_mut(&mut self.terms),
+                factors: as_pairs_mut(&mut self.factors),
+            };
+            token.run_pair_kernel(1, kernel);
+        }
     }
 
     /// Returns the range of elements of a row that holds the visible keys of the rows `rows`.
@@ -129,16 +139,14 @@ impl<A: Real> DsTile<A> {
         if lanes.is_empty() {
             return;
         }
-        for terms in [&mut self.elements, &mut self.errors] {
-            let rows = rows.start * self.stride..rows.end * self.stride;
-            for row in terms.get_mut(rows).unwrap_or_default().chunks_exact_mut(self.stride) {
-                let row = as_pairs_mut(row);
-                if !lanes.start.is_multiple_of(2) {
-                    let pair = &mut row[lanes.start / 2];
-                    *pair = f32::from_bits(pair.to_bits() & LOW);
-                }
-                row[lanes.start.div_ceil(2)..lanes.end / 2].fill(0.0);
+        let rows = rows.start * self.stride..rows.end * self.stride;
+        for row in self.elements[rows].chunks_exact_mut(self.stride) {
+            let row = as_pairs_mut(row);
+            if !lanes.start.is_multiple_of(2) {
+                let pair = &mut row[lanes.start / 2];
+                *pair = f32::from_bits(pair.to_bits() & LOW);
             }
+            row[lanes.start.div_ceil(2)..lanes.end / 2].fill(0.0);
         }
     }
 
@@ -167,13 +175,12 @@ impl<A: Real> DsTile<A> {
         let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];
         if self.stride == TILE {
             A::run_kernel(token, coord.vectors, CopyStrip { from, into, lane });
+            if !self.terms.is_empty() {
+                self.zero(rows, lane + coord.keys.len()..lane + coord.width);
+            }
         } else {
             let to = (self.stride, lane / 2);
-            narrow_rows(token, coord.vectors, from, into, to, false);
-            if !self.errors.is_empty() {
-                let into = &mut self.errors[rows.start * self.stride..rows.end * self.stride];
-                narrow_rows(token, coord.vectors, from, into, to, true);
-            }
+            narrow_rows(token, coord.vectors, from, into, to);
             self.zero_pairs(rows, lane + coord.keys.len()..lane + coord.width);
         }
     }
@@ -302,45 +309,53 @@ impl<A: Real> DqProducts<'_, A> {
         });
     }
 
-    /// Computes the product over bf16 pairs on tiles.
+    /// Computes the product on tiles.
     fn run_on_tiles(self, unit: TileUnit, token: IsaToken, vectors: usize) {
         let Self { tile, first_row, panel, keys, into, width, column } = self;
-        let chunks = keys.len().div_ceil(2 * TILE_SIZE);
         let stride = panel.reduction_stride;
-        let panel_lines = as_pairs(panel.pairs_along_rows(keys.start));
-        let panel_lines = &panel_lines[..chunks * TILE_SIZE * stride];
-        let copy = (!panel.finite).then(|| finite_pairs(panel_lines));
-        for terms in tile.terms() {
-            let product = TileProduct {
-                a: &as_pairs(terms)[first_row * tile.stride..],
-                a_stride: tile.stride,
-                b: &copy.as_deref().unwrap_or(panel_lines)[column..],
-                b_stride: stride,
-                rows: into.len() / width,
-                c: &mut as_pairs_mut(into)[column..],
-                c_stride: width,
-                chunks,
-                tiles: vectors,
-                add: true,
-            };
-            unit.run(token, product);
-        }
+        let terms = tile.terms.len() / (TILE * ROW_PAIRS);
+        let lines = as_pairs(panel.along_rows());
+        let first_line = keys.start / 2 * stride;
+        let copy = (!panel.finite).then(|| finite_pairs(lines));
+        let mut products = Products::new(terms, panel.terms, terms - 1);
+        let passes = products.passes(|[weight, input]| {
+            let plane = input * (lines.len() / panel.terms);
+            [weight * ROW_PAIRS, plane + first_line + column]
+        });
+        let of_keys = [as_pairs(panel.tile_factor(keys.start)).first().copied().unwrap_or(1.0);
+            MAX_TILE_LANES];
+        let of_rows = &as_pairs(&tile.factors)[first_row..];
+        let has_factors = of_rows.iter().chain(&of_keys[..1]).any(|&factor| factor != 1.0);
+        let product = TileProduct {
+            a: &as_pairs(&tile.terms)[first_row * terms * ROW_PAIRS..],
+            a_stride: terms * ROW_PAIRS,
+            b: copy.as_deref().unwrap_or(lines),
+            b_stride: stride,
+            passes,
+            rows: into.len() / width,
+            c: &mut as_pairs_mut(into)[column..],
+            c_stride: width,
+            previous: Previous::Add,
+            factors: has_factors.then_some([of_rows, &of_keys[..]]),
+            chunks: keys.len().div_ceil(2 * TILE_SIZE),
+            tiles: vectors,
+        };
+        unit.run(token, product);
         if panel.finite {
             return;
         }
         // visible queries add the products of the elements that are not finite
-        let columns = column..column + vectors * TILE_SIZE;
-        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            let c = as_pairs_mut(c);
-            let ds = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
-            for (pair, (&ds, line)) in ds.iter().zip(panel_lines.chunks(stride)).enumerate() {
-                for (dim, (half, element)) in columns
-                    .clone()
-                    .flat_map(|dim| nonfinite_halves(line[dim]).map(move |found| (dim, found)))
-                {
-                    if tile.lane_words[row] >> (2 * pair + half) & 1 != 0 {
-                        c[dim] += element * halves(ds)[half];
-                    }
+        for (key, dim) in
+            (0..keys.len()).flat_map(|key| (0..vectors * TILE_SIZE).map(move |dim| (key, dim)))
+        {
+            let pair = lines[first_line + key / 2 * stride + column + dim];
+            let element = halves(pair)[key % 2];
+            if element.is_finite() {
+                continue;
+            }
+            for (row, c) in (first_row..).zip(as_pairs_mut(into).chunks_exact_mut(width)) {
+                if tile.lane_words[row] >> key & 1 != 0 {
+                    c[column + dim] += element * as_pairs(&tile.elements)[row * TILE + key];
                 }
             }
         }

@@ -33,7 +33,7 @@ use crate::{
         operands::{GemmEpilogue, Previous, TileProducts, Weights},
         pack::PanelView,
         tile_mask::{RowRanges, TILE, TileMask},
-        tile_products::{self, TileTn},
+        tile_products,
     },
 };
 
@@ -131,7 +131,7 @@ pub(crate) fn gemm_rows<A: Real>(
 /// sums ← sums·rescale + Σ_r panel[r]ᵀ·probs[r]      (see [`Previous`])
 /// ```
 /// Masked pairs contribute nothing, also if the panel holds NaN. `probs` starts at the first
-/// visible row or, for bf16 pairs, at the line that holds it.
+/// visible row or, for bf16 pairs, at the line that holds it; see [`Weights`] for tiles.
 pub(crate) fn gemm_tn<A: Real>(
     (token, vectors): (IsaToken, usize),
     tile_mask: &TileMask,
@@ -141,6 +141,12 @@ pub(crate) fn gemm_tn<A: Real>(
     previous: Previous<'_, A>,
     epilogue: &mut impl GemmEpilogue,
 ) {
+    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
+        tile_products::tn(unit, (token, vectors), tile_mask, panel, probs, sums, previous);
+        let register_tiles = sums.len() / (vectors * A::WIDTH * MAX_REGISTER_ROWS) * vectors;
+        (0..register_tiles).for_each(|_| epilogue.after_register_tile());
+        return;
+    }
     let rows = tile_mask.rows();
     // rows per line of `probs`
     let step = if panel.pairs { 2 } else { 1 };
@@ -149,21 +155,7 @@ pub(crate) fn gemm_tn<A: Real>(
         (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first)
     };
     let b = &probs.elements[..lines(rows).len() * vectors * A::WIDTH];
-    let errors = probs.errors.map(|errors| &errors[..b.len()]);
     let every_lane = [!0; TILE];
-    if let Some(unit) = token.tile_unit().filter(|_| panel.pairs) {
-        let product = TileTn {
-            a: bf16_pairs::as_pairs(panel.pairs_along_rows(rows.start)),
-            a_stride: panel.reduction_stride,
-            probs: Weights { elements: b, errors },
-            lane_words: tile_mask.words().unwrap_or(&every_lane[..rows.len()]),
-            odd: !rows.start.is_multiple_of(2),
-        };
-        product.run(unit, (token, vectors), panel.finite, sums, previous);
-        let register_tiles = sums.len() / (vectors * A::WIDTH * MAX_REGISTER_ROWS) * vectors;
-        (0..register_tiles).for_each(|_| epilogue.after_register_tile());
-        return;
-    }
     let masked_words = match tile_mask.words() {
         _ if panel.finite => None,
         Some(words) => Some(words),

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, Dims, Precision, Spec};
+use annulus_core::{DType, Dims, Spec};
 
 use crate::{
     simd::{
@@ -12,10 +12,11 @@ use crate::{
         tile_unit::TILE_SIZE,
     },
     tile::{
-        bf16_pairs::{PackPairLanes, interleave_rows},
+        bf16_pairs::{PackPairLanes, as_pairs, as_pairs_mut, interleave_rows},
         input::{Acc, Plane, TileInput},
         operands::Weights,
-        pack::{PackLanes, PanelFormat, padded},
+        pack::{AlongRows, PackLanes, PanelFormat, padded},
+        terms::{MAX_TERMS, PackLaneTerms, ROW_PAIRS, RowPositions, SplitWeights, Terms},
         tile_mask::{LaneAxis, TILE},
     },
 };
@@ -69,60 +70,69 @@ pub(crate) struct Geometry {
     strip_vectors: usize,
     /// True if operands of products are pairs of bf16; see [`crate::tile::bf16_pairs`].
     pub(crate) bf16_pairs: bool,
-    /// True if pairs are multiplied on tiles; see [`crate::simd::amx`].
-    tiles: bool,
-    /// True if P and dS are sums of two bf16; see [`crate::tile::bf16_pairs`].
-    pub(crate) split: bool,
+    /// Terms of operands that are multiplied on tiles; see [`crate::tile::terms`].
+    pub(crate) tile_terms: Option<Terms>,
 }
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, token: IsaToken) -> Self {
-        // pairs of keys are adjacent rows of a block, which the reproducible order must not depend
-        // on
+        let tile_terms = match token.tile_unit() {
+            Some(_) => Terms::new(spec.dtype, spec.precision),
+            None => None,
+        };
+        // without tiles, pairs of keys are adjacent rows of a block, which the reproducible order
+        // must not depend on
         let bf16_pairs = token.isa().multiplies_pairs()
             && matches!(spec.dtype, DType::Bf16)
             && spec.leaf_rows.is_none();
-        let tiles = bf16_pairs && token.tile_unit().is_some();
         Self {
             dims: spec.dims,
             token,
             vector_lanes: A::WIDTH,
             strip_vectors: token.max_vectors(),
-            bf16_pairs,
-            tiles,
-            split: tiles && !matches!(spec.precision, Precision::Default),
+            bf16_pairs: bf16_pairs || tile_terms.is_some(),
+            tile_terms,
         }
     }
 
     /// Returns the rows of a packed strip of vectors of length `dim`: one per element, or one per
-    /// pair of elements, in whole tiles.
+    /// pair of elements, on tiles of each term in whole tiles and one of factors.
     pub(crate) const fn packed_rows(&self, dim: usize) -> usize {
-        match (self.bf16_pairs, self.tiles) {
+        match (self.bf16_pairs, self.tile_terms) {
             (false, _) => dim,
-            (true, false) => dim.div_ceil(2),
-            (true, true) => dim.div_ceil(2).next_multiple_of(TILE_SIZE),
+            (true, None) => dim.div_ceil(2),
+            (true, Some(Terms { inputs, .. })) => {
+                inputs * dim.div_ceil(2).next_multiple_of(TILE_SIZE) + (inputs > 1) as usize
+            }
         }
     }
 
     /// Returns the format of panels; `interleaved` for panels that are also summed along their
     /// rows.
-    pub(crate) const fn panel_format(&self, interleaved: bool) -> PanelFormat {
-        match (self.bf16_pairs, interleaved) {
-            (false, _) => PanelFormat::Widened,
-            (true, false) => PanelFormat::Pairs,
-            (true, true) if self.tiles => PanelFormat::TransposedPairs,
-            (true, true) => PanelFormat::InterleavedPairs,
+    pub(crate) fn panel_format(&self, interleaved: bool) -> PanelFormat {
+        match (self.tile_terms, self.bf16_pairs, interleaved) {
+            (Some(Terms { inputs: terms, .. }), ..) => {
+                PanelFormat::Tiles { terms, along_rows: interleaved.then_some(AlongRows::ByDim) }
+            }
+            (None, false, _) => PanelFormat::Widened,
+            (None, true, false) => PanelFormat::Pairs,
+            (None, true, true) => PanelFormat::InterleavedPairs,
         }
     }
 
     /// Returns the format of the keys of dQ += dS·K, which are the vector operand.
-    pub(crate) const fn dq_panel_format(&self) -> PanelFormat {
-        if self.bf16_pairs { PanelFormat::InterleavedPairs } else { PanelFormat::Widened }
+    pub(crate) fn dq_panel_format(&self) -> PanelFormat {
+        match self.panel_format(true) {
+            PanelFormat::Tiles { terms, .. } => {
+                PanelFormat::Tiles { terms, along_rows: Some(AlongRows::ByRow) }
+            }
+            other => other,
+        }
     }
 
     /// Rounds the rows of a strip of accumulators up to whole register tiles.
     const fn accumulator_rows(&self, dim: usize) -> usize {
-        if self.tiles { dim.next_multiple_of(TILE_SIZE) } else { padded(dim) }
+        if self.tile_terms.is_some() { dim.next_multiple_of(TILE_SIZE) } else { padded(dim) }
     }
 
     /// Returns the same geometry with strips of which a whole number covers a tile of
@@ -137,7 +147,7 @@ impl Geometry {
 
     /// Returns the same geometry without pairs of bf16.
     pub(crate) const fn without_pairs(self) -> Self {
-        Self { bf16_pairs: false, tiles: false, split: false, ..self }
+        Self { bf16_pairs: false, tile_terms: None, ..self }
     }
 
     /// Returns the lanes of a full strip.
@@ -215,7 +225,11 @@ impl Geometry {
         width: usize,
         strip: &mut [E::Accumulator],
     ) {
-        if self.bf16_pairs {
+        if let Some(Terms { inputs: terms, .. }) = self.tile_terms {
+            let dim = plane.dim();
+            let kernel = PackLaneTerms { plane, rows, width, dim, terms, strip };
+            self.token.run_pair_kernel(1, kernel);
+        } else if self.bf16_pairs {
             Acc::<E>::run(self.token, 1, PackPairLanes { plane, rows, width, strip });
         } else {
             Acc::<E>::run_kernel(self.token, 1, PackLanes { plane, rows, width, strip });
@@ -223,21 +237,37 @@ impl Geometry {
     }
 
     /// Returns the rows `rows` of a tile of P or dS as factors of a product. Pairs of bf16 are made
-    /// in place, and if they are sums of two, the second ones in `errors`.
+    /// in place or, of terms on tiles, in `terms` with rows at `positions`. P is at most about 1,
+    /// dS may be of any magnitude.
     pub(crate) fn weights<'a, A: Real>(
         &self,
         vectors: usize,
         rows: &Range<usize>,
+        positions: RowPositions<'a>,
+        any_magnitude: bool,
         tile: &'a mut [A],
-        errors: &'a mut [A],
+        terms: &'a mut [A],
     ) -> Weights<'a, A> {
         let width = vectors * self.vector_lanes;
-        let span = rows.start * width..rows.end * width;
-        let mut errors = self.split.then_some(errors);
-        if self.bf16_pairs {
-            interleave_rows(self.token, vectors, rows, tile, errors.as_deref_mut());
+        if let Some(Terms { weights: count, .. }) = self.tile_terms {
+            let (into, factors) = terms.split_at_mut(count * ROW_PAIRS * width);
+            let has_factors = any_magnitude && count == MAX_TERMS;
+            let factors = &mut factors[..if has_factors { width } else { 0 }];
+            let kernel = SplitWeights {
+                tile: as_pairs(tile),
+                rows: rows.clone(),
+                positions,
+                terms: count,
+                into: as_pairs_mut(into),
+                factors: has_factors.then(|| as_pairs_mut(factors)),
+            };
+            self.token.run_pair_kernel(vectors, kernel);
+            return Weights { elements: into, factors, positions };
         }
-        Weights { elements: &tile[span.clone()], errors: errors.map(|errors| &errors[span]) }
+        if self.bf16_pairs {
+            interleave_rows(self.token, vectors, rows, tile);
+        }
+        Weights::from(&tile[rows.start * width..rows.end * width])
     }
 
     /// Returns the query heads of the group of KV head `kv_head`.

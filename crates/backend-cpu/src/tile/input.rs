@@ -139,6 +139,14 @@ impl<'a, E: Element> Plane<'a, E> {
         }
     }
 
+    /// Returns the length of a vector.
+    pub(crate) fn dim(&self) -> usize {
+        match self {
+            Self::Tensor(plane) => plane.ncols(),
+            Self::Vectors { dim, .. } => *dim,
+        }
+    }
+
     /// Returns one vector, if it exists and its elements are contiguous.
     #[inline(always)]
     pub(crate) fn slice(&self, row: usize) -> Option<&'a [E]> {

@@ -1,6 +1,9 @@
 //! Operands and results of the products of [`crate::tile::gemm`].
 
-use crate::tile::tile_mask::RowRanges;
+use crate::{
+    simd::dispatch::Real,
+    tile::{bf16_pairs::as_pairs, terms::RowPositions, tile_mask::RowRanges},
+};
 
 /// Work after each register tile of a product: short, and without a result that the next tile waits
 /// for.
@@ -48,16 +51,31 @@ impl<'a, A> Previous<'a, A> {
     }
 }
 
+impl<'a, A: Real> Previous<'a, A> {
+    /// Views the factors as f32, which they are wherever pairs exist.
+    pub(crate) fn as_pairs(self) -> Previous<'a, f32> {
+        match self {
+            Self::Overwrite => Previous::Overwrite,
+            Self::Add => Previous::Add,
+            Self::Rescale(rescale) => Previous::Rescale(as_pairs(rescale)),
+        }
+    }
+}
+
 /// Factors of the rows of a panel: P or dS.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Weights<'a, A> {
+    /// From the first visible row on, or on tiles as [`crate::tile::terms::SplitWeights`] writes
+    /// them.
     pub(crate) elements: &'a [A],
-    /// Terms that are added to the elements, if they are sums of two bf16.
-    pub(crate) errors: Option<&'a [A]>,
+    /// Powers of two by which lanes on tiles were multiplied. Empty: 1.
+    pub(crate) factors: &'a [A],
+    /// Of rows on tiles.
+    pub(crate) positions: RowPositions<'a>,
 }
 
 impl<'a, A> From<&'a [A]> for Weights<'a, A> {
     fn from(elements: &'a [A]) -> Self {
-        Self { elements, errors: None }
+        Self { elements, factors: &[], positions: RowPositions::default() }
     }
 }

@@ -27,6 +27,7 @@ use crate::{
         aligned::Aligned,
         bf16_pairs::{PackPairs, pairs_of},
         input::{Plane, TileInput, TileSource},
+        terms::{PackRows, PairsAlongRows, ROW_PAIRS, RowPositions},
         tile_mask::{TILE, TileMask},
     },
 };
@@ -51,13 +52,21 @@ pub(crate) struct PanelRows<L> {
     pub(crate) finite: bool,
     /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
     pub(crate) pairs: bool,
-    /// Pairs along the rows, for [`PanelFormat::InterleavedPairs`] and
-    /// [`PanelFormat::TransposedPairs`]; else empty.
+    /// Pairs along the rows, for [`PanelFormat::InterleavedPairs`] and [`PanelFormat::Tiles`]; else
+    /// empty.
     along_rows: L,
-    /// True if a line of `along_rows` is a dim, not two rows.
-    pub(crate) transposed: bool,
-    /// Elements between two rows of [`PanelView::reduction_rows`].
+    /// Elements between two rows of [`PanelView::reduction_rows`], or between two lines of
+    /// [`PanelView::along_rows`].
     pub(crate) reduction_stride: usize,
+    /// bf16 terms of an element, for [`PanelFormat::Tiles`]; else 0.
+    pub(crate) terms: usize,
+    /// Powers of two by which rows were multiplied, then those of sums over each tile of rows; see
+    /// [`crate::tile::terms`]. Empty for one term.
+    factors: L,
+    /// True for vectors of queries, false for those of keys; see [`crate::tile::terms`].
+    pub(crate) is_of_queries: bool,
+    /// Layout of `along_rows` for [`PanelFormat::Tiles`].
+    along: Option<AlongRows>,
 }
 
 /// Packed vectors. Elements beyond the dim and rows that were never packed are 0.
@@ -75,8 +84,17 @@ pub(crate) enum PanelFormat {
     Pairs,
     /// Pairs of bf16 along the dims, and a second copy with pairs along the rows, two rows per line.
     InterleavedPairs,
-    /// The same with a dim per line of the second copy: the first operand of a product of tiles.
-    TransposedPairs,
+    /// Sums of bf16 terms, as pairs along the dims and, if wanted, along the rows.
+    Tiles { terms: usize, along_rows: Option<AlongRows> },
+}
+
+/// Line of a panel's pairs along the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AlongRows {
+    /// A dim: the first operand of a product of tiles.
+    ByDim,
+    /// Two rows: the second operand.
+    ByRow,
 }
 
 impl<A: Real> Panel<A> {
@@ -93,29 +111,60 @@ impl<A: Real> Panel<A> {
         format: PanelFormat,
     ) -> Result<Self> {
         let pairs = format != PanelFormat::Widened;
-        let transposed = format == PanelFormat::TransposedPairs;
-        let row_pairs = rows.div_ceil(2).next_multiple_of(TILE_SIZE);
+        let of_dims = dim.div_ceil(2).next_multiple_of(TILE_SIZE);
+        let tiles = rows.div_ceil(TILE);
+        let (mut terms, mut along, mut factors) = (0, None, 0);
         let (lines, reduction_stride) = match format {
             PanelFormat::Widened | PanelFormat::Pairs => (0, stride),
-            PanelFormat::InterleavedPairs => (row_pairs, stride),
-            PanelFormat::TransposedPairs => (dim.next_multiple_of(TILE_SIZE), row_pairs),
+            PanelFormat::InterleavedPairs => (rows.div_ceil(2), stride),
+            PanelFormat::Tiles { terms: count, along_rows } => {
+                (terms, along) = (count, along_rows);
+                factors = if terms > 1 { tiles * (TILE + 1) } else { 0 };
+                match along_rows {
+                    None => (0, stride),
+                    Some(AlongRows::ByDim) => (dim.next_multiple_of(TILE_SIZE), terms * ROW_PAIRS),
+                    Some(AlongRows::ByRow) => (terms * tiles * ROW_PAIRS, stride),
+                }
+            }
         };
         let along_rows = Aligned::zeroed(lines * reduction_stride)?;
-        let stride = if pairs { dim.div_ceil(2).next_multiple_of(TILE_SIZE) } else { stride };
-        let elements = Aligned::zeroed(rows * stride)?;
-        Ok(Self { elements, stride, finite: true, pairs, along_rows, transposed, reduction_stride })
+        let stride = if pairs { terms.max(1) * of_dims } else { stride };
+        Ok(Self {
+            elements: Aligned::zeroed(rows * stride)?,
+            stride,
+            finite: true,
+            pairs,
+            along_rows,
+            reduction_stride,
+            terms,
+            factors: Aligned::zeroed(factors)?,
+            is_of_queries: false,
+            along,
+        })
     }
 
     /// Returns the heap bytes.
     pub(crate) const fn bytes(&self) -> usize {
-        self.elements.bytes() + self.along_rows.bytes()
+        self.elements.bytes() + self.along_rows.bytes() + self.factors.bytes()
     }
 
     /// Returns the packed rows as an operand of a product.
     pub(crate) fn view(&self) -> PanelView<'_, A> {
-        let Self { ref elements, stride, finite, pairs, ref along_rows, .. } = *self;
-        let Self { transposed, reduction_stride, .. } = *self;
-        PanelView { elements, stride, finite, pairs, along_rows, transposed, reduction_stride }
+        let Self { ref elements, ref along_rows, ref factors, .. } = *self;
+        let Self { stride, finite, pairs, reduction_stride, terms, is_of_queries, along, .. } =
+            *self;
+        PanelRows {
+            elements,
+            stride,
+            finite,
+            pairs,
+            along_rows,
+            reduction_stride,
+            terms,
+            factors,
+            is_of_queries,
+            along,
+        }
     }
 
     /// Packs the vectors `rows` of one head, at most as many as there is room for.
@@ -127,7 +176,22 @@ impl<A: Real> Panel<A> {
         head: usize,
         rows: Range<usize>,
     ) {
-        if self.pairs {
+        self.fill_at(token, source, batch, head, rows, RowPositions::default());
+    }
+
+    /// Packs the vectors `rows` of one head. On tiles, sums over rows have them at `positions`.
+    pub(crate) fn fill_at<E: TileInput<Accumulator = A>>(
+        &mut self,
+        token: IsaToken,
+        source: &TileSource<'_, E>,
+        batch: usize,
+        head: usize,
+        rows: Range<usize>,
+        positions: RowPositions<'_>,
+    ) {
+        if self.terms > 0 {
+            self.fill_terms(token, source.plane(batch, head), rows, positions);
+        } else if self.pairs {
             let kernel = PackPairs {
                 source,
                 batch,
@@ -137,7 +201,6 @@ impl<A: Real> Panel<A> {
                 stride: self.stride,
                 along_rows: &mut self.along_rows,
                 along_rows_stride: self.reduction_stride,
-                transposed: self.transposed,
             };
             self.finite = A::run(token, 1, kernel);
         } else {
@@ -145,6 +208,47 @@ impl<A: Real> Panel<A> {
             let plane = source.plane(batch, head);
             let into = &mut self.elements[..rows.len() * stride];
             self.finite = A::run_kernel(token, 1, PackPanel { plane, rows, stride, into });
+        }
+    }
+
+    /// Packs rows into operands of products on tiles.
+    fn fill_terms<E: TileInput<Accumulator = A>>(
+        &mut self,
+        token: IsaToken,
+        plane: Plane<'_, E>,
+        rows: Range<usize>,
+        positions: RowPositions<'_>,
+    ) {
+        let Self { stride, terms, reduction_stride, along, .. } = *self;
+        self.finite = true;
+        let of_term = self.along_rows.len() / terms;
+        let capacity = self.factors.len() / (TILE + 1) * TILE;
+        let (of_rows, of_tiles) = self.factors.split_at_mut(capacity);
+        for (tile, first) in rows.clone().step_by(TILE).enumerate() {
+            let along_rows = match along {
+                None => PairsAlongRows::Absent,
+                Some(AlongRows::ByDim) => PairsAlongRows::ByDim(&mut self.along_rows),
+                Some(AlongRows::ByRow) => PairsAlongRows::ByRow {
+                    elements: &mut self.along_rows[tile * ROW_PAIRS * reduction_stride..],
+                    of_term,
+                    stride: reduction_stride,
+                },
+            };
+            let mut finite = true;
+            let kernel = PackRows {
+                plane,
+                rows: first..rows.end.min(first + TILE),
+                dim: plane.dim(),
+                terms,
+                positions,
+                elements: &mut self.elements[tile * TILE * stride..],
+                stride,
+                along_rows,
+                factors: of_rows.get_mut(tile * TILE..).zip(of_tiles.get_mut(tile)),
+                finite: &mut finite,
+            };
+            token.run_pair_kernel(1, kernel);
+            self.finite &= finite;
         }
     }
 }
@@ -177,8 +281,11 @@ impl<'a, A: Real> PanelView<'a, A> {
             finite: true,
             pairs: false,
             along_rows: &[],
-            transposed: false,
             reduction_stride: stride,
+            terms: 0,
+            factors: &[],
+            is_of_queries: false,
+            along: None,
         })
     }
 
@@ -187,6 +294,11 @@ impl<'a, A: Real> PanelView<'a, A> {
     pub(crate) fn probed(self, token: IsaToken, dim: usize) -> Self {
         let Self { elements, stride, .. } = self;
         Self { finite: A::run_kernel(token, 1, ProbeRows { elements, stride, dim }), ..self }
+    }
+
+    /// Returns the same panel as vectors of queries.
+    pub(crate) const fn of_queries(self) -> Self {
+        Self { is_of_queries: true, ..self }
     }
 
     /// Returns the same panel from element `first` on: later rows, or the second halves of vectors
@@ -200,18 +312,26 @@ impl<'a, A: Real> PanelView<'a, A> {
     pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &'a [A] {
         if self.pairs {
             let pairs = pairs_of(rows);
-            debug_assert!(!self.transposed);
             &self.along_rows[pairs.start * self.reduction_stride..pairs.end * self.reduction_stride]
         } else {
             self.rows(rows.clone())
         }
     }
 
-    /// Returns pairs along the rows, from those of row `first` on, in whole lines: two rows per
-    /// line or, if they are transposed, a dim.
-    pub(crate) fn pairs_along_rows(&self, first: usize) -> &'a [A] {
-        let step = if self.transposed { 1 } else { self.reduction_stride };
-        &self.along_rows[first / 2 * step..]
+    /// Returns pairs along the rows, for products on tiles.
+    pub(crate) const fn along_rows(&self) -> &'a [A] {
+        self.along_rows
+    }
+
+    /// Returns the factors of the rows; none for one term.
+    pub(crate) fn row_factors(&self) -> &'a [A] {
+        &self.factors[..self.factors.len() / (TILE + 1) * TILE]
+    }
+
+    /// Returns the factor of sums over the tile of row `first`; none for one term.
+    pub(crate) fn tile_factor(&self, first: usize) -> &'a [A] {
+        let tile = self.factors.len() / (TILE + 1) * TILE + first / TILE;
+        self.factors.get(tile..tile + 1).unwrap_or_default()
     }
 
     /// Returns the rows `rows`, `stride` apart. The last one may end with its vector.

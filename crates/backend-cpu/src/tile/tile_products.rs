@@ -1,5 +1,5 @@
-//! Products of bf16 pairs on the tiles of [`crate::simd::amx`]: the micro-kernels of
-//! [`crate::tile::gemm`].
+//! Products on the tiles of [`crate::simd::amx`]: the micro-kernels of [`crate::tile::gemm`]. Their
+//! operands are sums of bf16 terms ([`crate::tile::terms`]).
 //!
 //! ```text
 //! nn:  S = K·Qᵀ      A = rows of pairs along the dims        B = strip, a line per pair of dims
@@ -19,7 +19,8 @@ use crate::{
         bf16_pairs::{LOW, as_pairs, as_pairs_mut},
         operands::{GemmEpilogue, Previous, TileProducts, Weights},
         pack::PanelView,
-        tile_mask::{TILE, TileMask},
+        terms::{Products, ROW_PAIRS},
+        tile_mask::TileMask,
     },
 };
 
@@ -39,8 +40,19 @@ pub(crate) fn nn<A: Real>(
 ) -> TileProducts {
     let width = vectors * TILE_SIZE;
     let row_ranges = tile_mask.row_ranges();
-    let chunks = lanes.len() / width / TILE_SIZE;
+    let pairs = panel.stride / panel.terms;
+    let (lanes, of_lanes) = as_pairs(lanes).split_at(panel.stride * width);
+    let of_rows = as_pairs(panel.row_factors());
     let visible = tile_mask.rows();
+    let is_one = |factors: &[f32]| factors.iter().all(|&factor| factor == 1.0);
+    let has_factors =
+        !is_one(of_rows.get(visible.clone()).unwrap_or_default()) || !is_one(of_lanes);
+    let mut products = Products::new(panel.terms, panel.terms, panel.terms.min(2));
+    let passes = products.passes(|[query, key]| {
+        let [row, lane] = if panel.is_of_queries { [query, key] } else { [key, query] };
+        [row * pairs, lane * pairs * width]
+    });
+    let tile = as_pairs_mut(tile);
     let first_block = visible.start / TILE_SIZE * TILE_SIZE;
     for row in (first_block..visible.end).step_by(TILE_SIZE) {
         // adjacent vectors share the loads of A
@@ -52,20 +64,36 @@ pub(crate) fn nn<A: Real>(
         };
         let Some(first) = (0..vectors).find(is_needed) else { continue };
         let last = (first..vectors).rfind(is_needed).unwrap_or(first);
+        let factors = || {
+            let of_rows = of_rows.get(row..).unwrap_or_default();
+            [of_rows, of_lanes.get(first * TILE_SIZE..).unwrap_or_default()]
+        };
         let product = TileProduct {
             a: as_pairs(panel.rows(row..row + TILE_SIZE)),
             a_stride: panel.stride,
-            b: &as_pairs(lanes)[first * TILE_SIZE..],
+            b: &lanes[first * TILE_SIZE..],
             b_stride: width,
-            c: &mut as_pairs_mut(tile)[row * width + first * TILE_SIZE..],
+            passes,
+            c: &mut tile[row * width + first * TILE_SIZE..],
             c_stride: width,
+            previous: Previous::Overwrite,
+            factors: has_factors.then(factors),
             rows: TILE_SIZE,
-            chunks,
+            chunks: pairs / TILE_SIZE,
             tiles: last + 1 - first,
-            add: false,
         };
         unit.run(token, product);
         (0..EPILOGUES * vectors).for_each(|_| epilogue.after_register_tile());
+    }
+    if has_factors {
+        for row in visible.clone() {
+            for (lane, of_lane) in of_lanes.iter().enumerate() {
+                if of_lane.is_nan() || of_rows[row].is_nan() {
+                    let row_pairs = &as_pairs(panel.rows(row..row + 1))[..pairs];
+                    tile[row * width + lane] = first_terms(row_pairs, &lanes[lane..], width);
+                }
+            }
+        }
     }
     let first = visible.start;
     let row_ranges = row_ranges.map(|ranges| {
@@ -74,125 +102,87 @@ pub(crate) fn nn<A: Real>(
     TileProducts { max_known: false, masked: false, row_ranges }
 }
 
-/// Operands of C = C·rescale + A·P, with pairs along the rows of a panel; see
+/// Computes the product of the first terms of a row and of a lane.
+fn first_terms(row: &[f32], lanes: &[f32], width: usize) -> f32 {
+    let pairs = row.iter().zip(lanes.iter().step_by(width));
+    pairs.fold(0.0, |sum, (&row, &lane)| {
+        let ([low, high], [other_low, other_high]) = (halves(row), halves(lane));
+        sum + low * other_low + high * other_high
+    })
+}
+
+/// Computes C = C·rescale + A·P with pairs along the rows of a panel; see
 /// [`crate::tile::gemm::gemm_tn`].
-pub(crate) struct TileTn<'a, A> {
-    /// A line per row of C, `a_stride` apart, from the pair of the first line of P on.
-    pub(crate) a: &'a [f32],
-    pub(crate) a_stride: usize,
-    pub(crate) probs: Weights<'a, A>,
-    /// Visible lanes of each row of the panel, from the first visible row on.
-    pub(crate) lane_words: &'a [u64],
-    /// True if the first row is the second of its pair.
-    pub(crate) odd: bool,
-}
-
-impl<A: Real> TileTn<'_, A> {
-    /// Computes the product.
-    ///
-    /// If A is not `finite`, tiles multiply a copy in which its other elements are 0, and visible
-    /// lanes add the products of these elements: a masked NaN changes no bit.
-    pub(crate) fn run(
-        self,
-        unit: TileUnit,
-        (token, vectors): (IsaToken, usize),
-        finite: bool,
-        sums: &mut [A],
-        previous: Previous<'_, A>,
-    ) {
-        let width = vectors * TILE_SIZE;
-        if let Previous::Rescale(rescale) = previous {
-            let rescale = &rescale[..width];
-            for row in sums.chunks_exact_mut(width) {
-                row.iter_mut().zip(rescale).for_each(|(sum, &factor)| *sum = *sum * factor);
-            }
-        }
-        let c = as_pairs_mut(sums);
-        let copy = (!finite).then(|| finite_pairs(self.a));
-        let a = copy.as_deref().unwrap_or(self.a);
-        let mut add = !matches!(previous, Previous::Overwrite);
-        let Weights { elements, errors } = self.probs;
-        for b in [Some(elements), errors].into_iter().flatten() {
-            accumulate(unit, (token, vectors), (a, self.a_stride), as_pairs(b), c, add);
-            add = true;
-        }
-        if !finite {
-            self.add_nonfinite(width, c);
-        }
-    }
-
-    /// Adds the products of elements that are not finite to the lanes that are visible.
-    fn add_nonfinite(&self, width: usize, c: &mut [f32]) {
-        let skip = usize::from(self.odd);
-        for (line, c) in self.a.chunks(self.a_stride).zip(c.chunks_exact_mut(width)) {
-            for (pair, b) in as_pairs(self.probs.elements).chunks_exact(width).enumerate() {
-                for (half, element) in nonfinite_halves(line[pair]) {
-                    let row = (2 * pair + half).checked_sub(skip);
-                    let word = row.and_then(|row| self.lane_words.get(row)).copied().unwrap_or(0);
-                    for lane in (0..width).filter(|lane| word >> lane & 1 != 0) {
-                        c[lane] += element * halves(b[lane])[half];
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Computes C = A·B, or C += A·B with `add`, in whole chunks of pairs and a last one padded with
-/// zeros: the elements of A after the last pair need not be finite.
-fn accumulate(
+///
+/// If the panel is not finite, tiles multiply a copy in which its other elements are 0, and visible
+/// lanes add the products of these elements: a masked NaN changes no bit.
+pub(crate) fn tn<A: Real>(
     unit: TileUnit,
-    (token, tiles): (IsaToken, usize),
-    (a, a_stride): (&[f32], usize),
-    b: &[f32],
-    c: &mut [f32],
-    add: bool,
+    (token, vectors): (IsaToken, usize),
+    tile_mask: &TileMask,
+    panel: PanelView<'_, A>,
+    weights: Weights<'_, A>,
+    sums: &mut [A],
+    previous: Previous<'_, A>,
 ) {
-    let width = tiles * TILE_SIZE;
-    let rows = c.len() / width;
-    let pairs = b.len() / width;
-    let whole = pairs / TILE_SIZE * TILE_SIZE;
-    let chunks = whole / TILE_SIZE;
-    let [b_stride, c_stride] = [width; 2];
-    unit.run(
-        token,
-        TileProduct { a, a_stride, b, b_stride, c, c_stride, rows, chunks, tiles, add },
-    );
-    if whole == pairs {
-        return;
-    }
-    let mut last_b = [0.0; TILE_SIZE * TILE];
-    last_b[..(pairs - whole) * width].copy_from_slice(&b[whole * width..]);
-    for first in (0..rows).step_by(TILE_SIZE) {
-        let mut last_a = [[0.0; TILE_SIZE]; TILE_SIZE];
-        for (line, into) in (first..).zip(&mut last_a) {
-            let from = line * a_stride;
-            into[..pairs - whole].copy_from_slice(&a[from + whole..from + pairs]);
-        }
+    let width = vectors * TILE_SIZE;
+    let rows = tile_mask.rows();
+    let chunks = weights.positions.chunks(rows);
+    let first = chunks.start * TILE_SIZE;
+    let b = as_pairs(weights.elements);
+    let copy = (!panel.finite).then(|| finite_pairs(as_pairs(panel.along_rows())));
+    let a = copy.as_deref().unwrap_or(as_pairs(panel.along_rows()));
+    let b_terms = b.len() / (ROW_PAIRS * width);
+    let mut products = Products::new(b_terms, panel.terms, b_terms - 1);
+    let passes = products.passes(|[weight, input]| {
+        [input * ROW_PAIRS + first, (weight * ROW_PAIRS + first) * width]
+    });
+    let of_panel = as_pairs(panel.tile_factor(0));
+    let of_lanes = as_pairs(weights.factors);
+    let has_factors = of_panel.iter().chain(of_lanes).any(|&factor| factor != 1.0);
+    let of_rows = [of_panel.first().copied().unwrap_or(1.0); TILE_SIZE];
+    let c = as_pairs_mut(sums);
+    // all rows of C have the factor of the panel
+    let blocks = if has_factors { TILE_SIZE * width } else { c.len() };
+    for (index, c) in c.chunks_mut(blocks).enumerate() {
         let product = TileProduct {
-            a: last_a.as_flattened(),
-            a_stride: TILE_SIZE,
-            b: &last_b,
-            b_stride,
-            c: &mut c[first * width..],
-            c_stride,
-            rows: TILE_SIZE,
-            chunks: 1,
-            tiles,
-            add: add || whole > 0,
+            a: &a[index * TILE_SIZE * panel.reduction_stride..],
+            a_stride: panel.reduction_stride,
+            b,
+            b_stride: width,
+            passes,
+            rows: c.len() / width,
+            c,
+            c_stride: width,
+            previous: previous.as_pairs(),
+            factors: has_factors.then_some([&of_rows[..], of_lanes]),
+            chunks: chunks.len(),
+            tiles: vectors,
         };
         unit.run(token, product);
+    }
+    if panel.finite {
+        return;
+    }
+    let lines = as_pairs(panel.along_rows()).chunks(panel.reduction_stride);
+    for (line, c) in lines.zip(c.chunks_exact_mut(width)) {
+        for row in rows.clone() {
+            let position = weights.positions.of(row);
+            let element = halves(line[position / 2])[position % 2];
+            if element.is_finite() {
+                continue;
+            }
+            let word = tile_mask.words().map_or(!0, |words| words[row - rows.start]);
+            for lane in (0..width).filter(|lane| word >> lane & 1 != 0) {
+                c[lane] += element * halves(b[position / 2 * width + lane])[position % 2];
+            }
+        }
     }
 }
 
 /// Returns the two elements of a pair.
 pub(crate) fn halves(pair: f32) -> [f32; 2] {
     [pair.to_bits() << 16, pair.to_bits() & !LOW].map(f32::from_bits)
-}
-
-/// Iterates over the elements of a pair that are NaN or infinite, with their places.
-pub(crate) fn nonfinite_halves(pair: f32) -> impl Iterator<Item = (usize, f32)> {
-    halves(pair).into_iter().enumerate().filter(|(_, element)| !element.is_finite())
 }
 
 /// Copies pairs, with 0 in place of NaN and infinities.

@@ -13,6 +13,7 @@ use crate::{
         geometry::Geometry,
         pack::Panel,
         prefetch::Prefetcher,
+        terms::ROW_PAIRS,
         tile_mask::{TILE, TileMask, TileMaskCache},
     },
     workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
@@ -29,6 +30,8 @@ pub(crate) struct Tiles<A> {
     pub(crate) soft_cap_slope: Aligned<A>,
     /// Biases, then dropout factors.
     pub(crate) extra: Aligned<A>,
+    /// P or dS as [`crate::tile::terms::SplitWeights`] writes them, then factors of lanes.
+    pub(crate) terms: Aligned<A>,
 }
 
 /// Queries of a task, in one version of their visibility.
@@ -99,6 +102,9 @@ pub(crate) struct ThreadScratch<A> {
     pub(crate) near_sums: Aligned<A>,
     /// Copy of `tile_mask` for one head, from which a bias of −∞ removes pairs.
     pub(crate) head_mask: TileMask,
+    /// Positions of the rows of `rows_head` and `rows_value`; see
+    /// [`crate::tile::terms::RowPositions`].
+    pub(crate) positions: Option<[u8; TILE]>,
 }
 
 impl<A: Real> ThreadScratch<A> {
@@ -145,6 +151,9 @@ impl<A: Real> ThreadScratch<A> {
                 dp: tile(backward)?,
                 soft_cap_slope: tile(backward)?,
                 extra: tile(true)?,
+                terms: Aligned::zeroed(
+                    geometry.tile_terms.map_or(0, |of| (of.weights * ROW_PAIRS + 1) * strip),
+                )?,
             },
             tile_max: Aligned::zeroed(strip)?,
             rescale: Aligned::zeroed(strip)?,
@@ -164,15 +173,16 @@ impl<A: Real> ThreadScratch<A> {
             mask_cache: TileMaskCache::new(),
             near_sums: Aligned::default(),
             head_mask: TileMask::default(),
+            positions: None,
         })
     }
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let Tiles { s, dp, soft_cap_slope, extra } = &self.tiles;
+        let Tiles { s, dp, soft_cap_slope, extra, terms } = &self.tiles;
         let lanes = [&self.lanes_head, &self.lanes_value, &self.tile_max, &self.rescale];
         let sums = [&self.sums_head, &self.sums_value, &self.sums_bias, &self.near_sums];
-        let arrays = [s, dp, soft_cap_slope, extra].into_iter().chain(&self.statistics);
+        let arrays = [s, dp, soft_cap_slope, extra, terms].into_iter().chain(&self.statistics);
         let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
         arrays.chain(lanes).chain(sums).map(Aligned::bytes).sum::<usize>()
             + panels.map(Panel::bytes).iter().sum::<usize>()

@@ -10,3 +10,4 @@ mod ranks;
 mod short_calls;
 mod support;
 mod threads;
+mod tiles;

@@ -41,7 +41,8 @@ pub(crate) trait OnRanks {
     /// Computes both passes on a ring of `ranks` ranks, each with its own backend.
     fn run(&self, cpu: &Make<'_>, layout: &Layout, ranks: usize) -> Result<Answer> {
         let (case, dims) = (self.case(), self.case().spec.dims);
-        let setup = (facade::attention(case), Division::new().layout(layout.clone()));
+        let attention = facade::attention(case).reproducible(case.spec.leaf_rows.is_some());
+        let setup = (attention, Division::new().layout(layout.clone()));
         let mut ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
             Plan::with_backend(setup, dims, cpu()?, endpoint)
         })?;

@@ -134,8 +134,10 @@ fn of_build(isa: Option<Isa>) -> Findings {
     line("transports", &with_missing(&[("threads", true), ("mpi", mpi), ("nccl", nccl)]));
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
-    if let Some(refusal) = annulus_cpu::amx_refusal() {
-        line("amx", &format!("not used: {refusal}"));
+    match annulus_cpu::amx() {
+        Some(Ok(())) => line("amx", "for bf16, f16 and f32 inputs"),
+        Some(Err(refusal)) => line("amx", &format!("not used: {refusal}")),
+        None => {}
     }
     let available: Vec<&str> =
         Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
