@@ -11,8 +11,7 @@ use half::{bf16, f16};
 use crate::{
     backward::{self, calls},
     forward::{self, outputs::OutputRows, query_pass::ForwardQueryPass},
-    gather,
-    tangents,
+    gather, tangents,
     threads::team::Team,
     tile::input::{Acc, TileInput},
     workspace::{

@@ -102,7 +102,7 @@ impl<A: Real> Scores<'_, A> {
         let is_linear = !self.has_soft_cap_slope() && self.rounding().is_none();
         let mut line = [A::ZERO; MOST_DIAGONALS];
         let diagonals = match (self.bias, &self.spec.bias_table, &self.spec.bias_function) {
-            (Some(bias), Some(table), None) if is_linear => {
+            (Some(bias), Some(table), None) if is_linear && self.list_bias.is_none() => {
                 let sides = (self.queries, self.keys);
                 let tile = TableTile::new(table, sides, coord, tile_mask.rows());
                 tile.fill_diagonals(bias, &mut line)
