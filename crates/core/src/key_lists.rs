@@ -477,10 +477,15 @@ impl<'a> ListedKeys<'a> {
         }
     }
 
+    /// Returns the entries of one query in the lists.
+    pub fn entries(&self, batch: usize, head: usize, q: usize) -> Range<usize> {
+        let q = self.index.map_or(q, |index| index[q]);
+        self.lists.entries(batch, self.group(head), q)
+    }
+
     /// Returns the listed keys of one query, ascending row numbers of the whole sequence.
     pub fn keys(&self, batch: usize, head: usize, q: usize) -> &'a [u32] {
-        let q = self.index.map_or(q, |index| index[q]);
-        &self.lists.keys[self.lists.entries(batch, self.group(head), q)]
+        &self.lists.keys[self.entries(batch, head, q)]
     }
 
     /// Returns true if the list of query `q` has the key row `key`.

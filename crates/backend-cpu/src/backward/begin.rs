@@ -51,7 +51,7 @@ pub(crate) fn begin<E: TileInput>(
         memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
         list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
         if needs_tiles::<Acc<E>>(shard) {
-            let listed = ListedKeys { lists, q_heads: shard.spec.dims.q_heads };
+            let listed = ListedKeys::new(lists, shard.spec.dims.q_heads);
             *tile_list_bias = Some(ListBiasSums::new(listed, &shard.spec)?);
         }
     }

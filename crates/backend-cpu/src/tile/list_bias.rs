@@ -41,11 +41,10 @@ impl<'a> ListBias<'a> {
     ) {
         let pairs: QueryKeyPairs = coord.pairs(tile_mask.rows());
         let rows = &keys.rows()[coord.keys.clone()];
-        let lists = self.listed.lists;
         for query in pairs.queries {
-            let group = self.listed.group(coord.head);
-            let entries = lists.entries(coord.batch, group, coord.queries.start + query);
-            let list = &lists.keys()[entries.clone()];
+            let q = coord.queries.start + query;
+            let entries = self.listed.entries(coord.batch, coord.head, q);
+            let list = &self.listed.lists.keys()[entries.clone()];
             for key in pairs.keys.clone() {
                 let (row, lane) = coord.row_and_lane(query, key);
                 if !tile_mask.visible(row, lane) {
