@@ -55,6 +55,9 @@ OUT_OF_MEMORY = 20
 ARRIVAL_TIMEOUT = 22
 TIMEOUT = 42
 
+RENAMED = {"key_list_bias": "list_bias"}
+"""Names of the library whose argument has another name here."""
+
 
 def from_code(code: int, message: str, argument: str | None) -> Error:
     """Returns the exception of an error of the extension module."""
@@ -64,6 +67,7 @@ def from_code(code: int, message: str, argument: str | None) -> Error:
         OUT_OF_MEMORY: OutOfMemory,
         ARRIVAL_TIMEOUT: ArrivalTimeout,
     }
+    argument = RENAMED.get(argument or "", argument)
     if code == UNSUPPORTED:
         argument = argument or _first_argument(message)
     return classes.get(code, Error)(message, code, argument)
@@ -76,6 +80,7 @@ def _first_argument(message: str) -> str | None:
     from ._plan import Plan
 
     name = message.split(maxsplit=1)[0]
+    name = RENAMED.get(name, name)
     calls = (ring_attention, Plan.__init__, Plan.backward)
     return name if any(name in inspect.signature(call).parameters for call in calls) else None
 

@@ -213,6 +213,10 @@ def test_bad_lists_are_refused_by_name() -> None:
         annulus.flash_attention(q, k, v, key_lists=(csr.indptr, csr.indices), list_bias=True)
     with pytest.raises(NotImplementedError, match="key_lists"):
         annulus.ring_attention(q, k, v, key_lists=csr, ranks=2, strategy="heads:2")
+    csr.data[5] = np.nan
+    with pytest.raises(ValueError, match="entry") as error:
+        annulus.flash_attention(q, k, v, key_lists=csr, list_bias=True)
+    assert error.value.argument == "list_bias"
 
 
 @needs_mpi
