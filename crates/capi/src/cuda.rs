@@ -114,15 +114,13 @@ pub(crate) use on_device::{DevicePlan, over};
 mod on_device {
     use std::ptr;
 
-    #[cfg(feature = "emulator")]
-    use annulus::backend::cuda::device;
     #[cfg(feature = "nccl")]
     use annulus::backend::cuda::device::nccl::NcclSymbols;
     use annulus::{
         Plan,
         backend::cuda::{
             Cuda,
-            device::{CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream, Symbols},
+            device::{self, CudaCopier, CudaSpace, CudaView, CudaViewMut, Device, Stream, Symbols},
         },
         comm::Staged,
     };
