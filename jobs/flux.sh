@@ -28,6 +28,14 @@ threads=${ANNULUS_THREADS:-32}
 # PMI-1 (MPICH, OpenMPI 4 built with Flux)
 options=()
 [ -z "${ANNULUS_FLUX_PMI:-}" ] || options=(-o "pmi=$ANNULUS_FLUX_PMI")
+# site: with a GPU for each rank (flags --backend hip or cuda), ANNULUS_GPUS=1 and --gpus-per-slot=1
+# above. El Capitan: four MI300A a node, `module load rocm` for the ROCM_PATH that the command
+# searches. Blocks in GPU memory are staged through host memory, so that Cray MPICH needs no support
+# of GPUs.
+[ -z "${ANNULUS_GPUS:-}" ] || {
+  options+=(--gpus-per-task=1 -o gpu-affinity=per-task)
+  export MPICH_GPU_SUPPORT_ENABLED=0
+}
 run() {
   flux run --ntasks="$ranks" --cores-per-task="$threads" \
     -o cpu-affinity=per-task -o exit-on-error "${options[@]}" "$@"

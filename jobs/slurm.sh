@@ -28,11 +28,33 @@ annulus=${ANNULUS:-annulus}
 mpi=${ANNULUS_SRUN_MPI:-pmix}
 threads=${SLURM_CPUS_PER_TASK:-1}
 
+# site: with a GPU for each rank (flags --backend hip or cuda), the numbers of a node's GPUs in the
+# order of its memory domains, and as many tasks a node. Frontier and LUMI, whose MI250X are two
+# GPUs each: ANNULUS_GPU_ORDER="4 5 2 3 6 7 0 1", --ntasks-per-node=8 --gpus-per-node=8
+# --cpus-per-task=7, and `module load rocm`, which sets the ROCM_PATH that the command searches.
+order=${ANNULUS_GPU_ORDER:-}
+# blocks in GPU memory are staged through host memory: Cray MPICH needs no support of GPUs, which it
+# refuses to start with unless the command is linked with its library of them
+[ -z "$order" ] || export MPICH_GPU_SUPPORT_ENABLED=0 MPICH_OFI_NIC_POLICY=${MPICH_OFI_NIC_POLICY:-NUMA}
+
+# on_gpu COMMAND...: runs a command with the GPU of this rank. ROCR_VISIBLE_DEVICES and
+# CUDA_VISIBLE_DEVICES renumber: the GPU is number 0 then.
+on_gpu() {
+  local gpus
+  read -ra gpus <<<"$order"
+  export ROCR_VISIBLE_DEVICES=${gpus[SLURM_LOCALID]} CUDA_VISIBLE_DEVICES=${gpus[SLURM_LOCALID]}
+  exec "$@"
+}
+export -f on_gpu
+export order
+bound=()
+[ -z "$order" ] || bound=(bash -c 'on_gpu "$@"' -)
+
 # since Slurm 22.05 srun does not inherit --cpus-per-task of the job
 export SRUN_CPUS_PER_TASK=$threads
 run() { srun --mpi="$mpi" --kill-on-bad-exit=1 --cpu-bind=cores --distribution=block:block "$@"; }
 
 # prints the host and cores of each rank, and warns of settings that are known to be slow
 run "$annulus" doctor
-run "$annulus" attend --transport mpi --threads "$threads" \
+run "${bound[@]}" "$annulus" attend --transport mpi --threads "$threads" \
   --input "$input" --output "$output" "$@"

@@ -10,6 +10,8 @@
 // The 16-byte pieces of a panel's row are swizzled with the row number, so that the eight rows that
 // ldmatrix reads at once lie in different banks.
 //
+// On AMD GPUs, matrix_amd.cuh has the stream; operands and phases are those of this file.
+//
 // Source: Dao 2023 (FlashAttention-2); PTX ISA, "cp.async".
 #pragma once
 
@@ -26,6 +28,8 @@
 // Kernel that streams a tile, and with it the order of its operands: k v; k v k; q with dout.
 enum Pass { FORWARD = 1, QUERIES = 2, KEYS = 3 };
 
+#ifndef ANNULUS_AMD
+
 typedef u32 Fragment[4];
 
 DEVICE void mma(float (&acc)[4], const Fragment& left, u32 first, u32 second) {
@@ -35,6 +39,8 @@ DEVICE void mma(float (&acc)[4], const Fragment& left, u32 first, u32 second) {
     mma_f16(acc, left, first, second);
 #endif
 }
+
+#endif
 
 // Returns the offset of element x of a row of 64 elements in shared memory.
 DEVICE u32 swizzled(u32 row, u32 x) { return row * CHUNK + ((x / 8 ^ row % 8) * 8 | x % 8); }
@@ -58,6 +64,8 @@ DEVICE Operand operand_of(const Tensor& tensor, u32 b, u32 head, u32 rows, u32 d
     operand.aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
     return operand;
 }
+
+#ifndef ANNULUS_AMD
 
 // Copies up to `count` elements one by one, then zeros, eight in all.
 DEVICE_CALL void copy_unaligned(u16* to, const u16* from, i64 step, u32 count) {
@@ -102,6 +110,8 @@ DEVICE_CALL bool thread_part_non_finite(const u16* stage) {
     return non_finite;
 }
 
+#endif
+
 // Phases of a tile: a pass reads chunks of both operands in turn, then again those of the first
 // one, if it is needed twice (see Pass). With KEYS both are in one stage.
 template <u32 pass>
@@ -138,6 +148,8 @@ DEVICE Operand streamed_operand(const Attention& a, u32 b, u32 h, bool second) {
            : second ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
                     : operand_of(a.k, b, kv_head, a.keys, a.head_dim);
 }
+
+#ifndef ANNULUS_AMD
 
 // Called rather than inlined: gemm_nt and gemm_nn would contain a dozen copies.
 template <u32 pass, u32 threads, u32 rows, u32 panels>
@@ -279,5 +291,7 @@ struct Stream {
         return stage;
     }
 };
+
+#endif
 
 #endif

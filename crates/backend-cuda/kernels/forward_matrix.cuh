@@ -30,6 +30,8 @@
 //   O                 32         64          128         registers of a thread
 //   S, then P         8          8           8
 //
+// On AMD GPUs (matrix_amd.cuh) there is forward_matrix only.
+//
 // Unnormalized outputs use level plain: their backward pass must recompute the row maximum bit for
 // bit.
 //
@@ -48,7 +50,7 @@
 // each tile. The first warp merges, each thread what the threads of its number in all warps have: ℓ
 // of a row is still that of a thread's columns.
 
-#if ANNULUS_DTYPE >= 2 && TILE == 64
+#if ANNULUS_DTYPE >= 2 && TILE == 64 && !defined(ANNULUS_AMD)
 
 // Results of all warps but the first, in shared memory. The 32 threads of a warp write and read 16
 // adjacent bytes each.
@@ -109,6 +111,8 @@ DEVICE void merge_warps(RowState<row_tiles>& state, RowAccumulators<row_tiles>& 
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
+#ifndef ANNULUS_AMD
+
 #define FORWARD_WARPS 4
 #define FORWARD_THREADS (32 * FORWARD_WARPS)
 #define FORWARD_STAGES (ANNULUS_DIM <= 64 ? 4 : 2)
@@ -145,6 +149,8 @@ struct ForwardShape {
         u16 queries[rows * ANNULUS_DIM];
         u16 stages[depth * KeyStream::stage_elements];
     };
+    typedef u16 (&Queries)[rows * ANNULUS_DIM];
+    static METHOD Queries queries(Storage& memory) { return memory.queries; }
 };
 
 // Shapes of forward_matrix and forward_matrix_split, and of forward_decode.
@@ -191,6 +197,8 @@ DEVICE void load_query_rows(u16* to, const Operand& operand, u32 first_query, co
     }
 }
 
+#endif
+
 // Loads state and O of the pass. A thread's sum is that of its columns: the row's is added once. Of
 // warps that own the same rows, only the first has the state of the pass.
 template <typename Shape>
@@ -198,21 +206,22 @@ DEVICE void load_state(typename Shape::State& state, typename Shape::Accumulator
                        u32 first_head, u32 first_query, const RowLane& lane, const Attention& a) {
     const bool is_empty = starts_empty(a) || lane.first_column > 0;
     UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
-        UNROLL for (u32 r = 0; r < 2; ++r) {
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
             PackedRow packed = packed_row<Shape::rows>(a, first_head, lane.row_of(m, r));
             u64 i = first_query + packed.query;
             bool exists = packed.exists && i < a.queries && !is_empty;
             u64 index = statistics_row(a, 0, b, packed.h, i);
             state.max[m][r] = exists ? reinterpret_cast<const float*>(a.max)[index] : -infinity();
             state.sum[m][r] = exists && lane.column == 0
-                                  ? reinterpret_cast<const float*>(a.sum)[index]
+                                  ? PROBS_SCALE * reinterpret_cast<const float*>(a.sum)[index]
                                   : 0.0f;
             const float* line = acc_row(a, 0, b, packed.h, i);
             UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
                 UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
-                    UNROLL for (u32 c = 0; c < 2; ++c) {
+                    UNROLL for (u32 c = 0; c < FRAGMENT_COLUMNS; ++c) {
                         u32 x = panel * CHUNK + 8 * n + lane.column + c;
-                        o[panel][m][n][2 * r + c] = exists && x < a.value_dim ? line[x] : 0.0f;
+                        o[panel][m][n][FRAGMENT_COLUMNS * r + c] =
+                            exists && x < a.value_dim ? PROBS_SCALE * line[x] : 0.0f;
                     }
         }
 }
@@ -224,14 +233,12 @@ DEVICE void store_rows(const typename Shape::State& state, const typename Shape:
                        const Attention& a) {
     const bool write_outputs = a.flags & WRITE_OUTPUTS, in_pairs = stores_pairs(a);
     UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
-        UNROLL for (u32 r = 0; r < 2; ++r) {
-            float sum = state.sum[m][r];
-            sum += shuffle_xor(sum, 1);
-            sum += shuffle_xor(sum, 2);
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
+            const float scaled_sum = row_sum(state.sum[m][r]), sum = scaled_sum / PROBS_SCALE;
             PackedRow packed = packed_row<Shape::rows>(a, first_head, lane.row_of(m, r));
             u64 i = first_query + packed.query;
             if (!packed.exists || i >= a.queries) continue;
-            RowOutput output = row_output(state.max[m][r], sum);
+            RowOutput output = row_output(state.max[m][r], scaled_sum);
             if (lane.column == 0 && write_outputs)
                 store_row_outputs(a.of_rows, b, packed.h, i, state.max[m][r], sum);
             if (lane.column == 0 && !write_outputs) {
@@ -241,23 +248,24 @@ DEVICE void store_rows(const typename Shape::State& state, const typename Shape:
             }
             float* line = acc_row(a, split, b, packed.h, i);
             UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
-                UNROLL for (u32 n = 0; n < CHUNK / 8; ++n) {
-                    u32 x = panel * CHUNK + 8 * n + lane.column;
-                    const float* pair = o[panel][m][n] + 2 * r;
-                    if (write_outputs)
-                        store_output_pair(a, output, b, packed.h, i, x, pair[0], pair[1],
-                                          in_pairs);
-                    else
-                        UNROLL for (u32 c = 0; c < 2; ++c)
-                            if (x + c < a.value_dim) line[x + c] = pair[c];
-                }
+                UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
+                    UNROLL for (u32 first = 0; first < FRAGMENT_COLUMNS; first += 2) {
+                        u32 x = panel * CHUNK + 8 * n + lane.column + first;
+                        const float* pair = o[panel][m][n] + (FRAGMENT_COLUMNS * r + first);
+                        if (write_outputs)
+                            store_output_pair(a, output, b, packed.h, i, x, pair[0], pair[1],
+                                              in_pairs);
+                        else
+                            UNROLL for (u32 c = 0; c < 2; ++c)
+                                if (x + c < a.value_dim) line[x + c] = pair[c] / PROBS_SCALE;
+                    }
         }
 }
 
 // Position of a thread in the division of a tile among warps.
 template <typename Shape>
 DEVICE RowLane forward_lane() {
-    const u32 warp = thread_index() / 32;
+    const u32 warp = thread_index() / (FORWARD_THREADS / FORWARD_WARPS);
     RowLane lane = row_lane_of_thread<Shape::row_tiles>(Shape::divides_keys ? 0 : warp);
     if (Shape::divides_keys) lane.first_column = warp * Shape::keys;
     return lane;
@@ -282,8 +290,9 @@ DEVICE void forward_on_matrices(const Attention& a) {
     typename Shape::Storage& memory =
         *reinterpret_cast<typename Shape::Storage*>(dynamic_shared());
     typename Shape::KeyStream stream;
+    typename Shape::Queries queries_of_tile = Shape::queries(memory);
     if (tiles.more())
-        load_query_rows<Shape>(memory.queries,
+        load_query_rows<Shape>(queries_of_tile,
                                operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query,
                                a);
     stream.begin(a, memory.stages, tiles);
@@ -300,18 +309,19 @@ DEVICE void forward_on_matrices(const Attention& a) {
         NOT_UNROLLED for (u32 part = 0; part < TILE / Shape::keys_at_once; ++part) {
             typename Shape::Scores scores;
             typename Shape::Probs probs;
-            gemm_nt<Shape::rows, 0>(scores, memory.queries, stream, a.head_dim, lane, a);
+            gemm_nt<Shape::rows, 0>(scores, queries_of_tile, stream, a.head_dim, lane, a);
             if (lane.has_rows) {
                 // with many rows, options that are kept would take registers that O needs
                 const ScoreOptions options =
                     Shape::divides_keys ? kept_options : score_options(a);
-                forward_probs<Shape>(probs, scores, o, state, coord, options, lane, a);
+                forward_probs<Shape>(probs, scores, o, state, coord, options,
+                                     recomputed_in_loop(lane), a);
             }
             gemm_nn<1>(o, probs, stream, a.value_dim, coord.is_full, lane, a);
             coord.first_key += Shape::keys_at_once;
         }
     }
-    if (Shape::divides_keys) {
+    if constexpr (Shape::divides_keys) {
         typedef typename Shape::Results Results;
         merge_warps(state, o, *reinterpret_cast<Results*>(memory.stages));
         if (thread_index() / 32 > 0) return;
@@ -319,11 +329,13 @@ DEVICE void forward_on_matrices(const Attention& a) {
     store_rows<Shape>(state, o, b, work_tile.split, first_head, first_query, recomputed(lane), a);
 }
 
-// Grid of all three kernels: query tiles, each with its ranges of keys × groups of packed_heads
+// Grid of all kernels: query tiles, each with its ranges of keys × groups of packed_heads
 // query heads × batch rows.
 KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix, Attention) {
     forward_on_matrices<RowsShape<FORWARD_STAGES>>(a);
 }
+
+#ifndef ANNULUS_AMD
 
 #if ANNULUS_DIM > 64
 KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix_split, Attention) {
@@ -334,5 +346,7 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix_split, Attention) {
 KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_decode, Attention) {
     forward_on_matrices<DecodeShape>(a);
 }
+
+#endif
 
 #endif

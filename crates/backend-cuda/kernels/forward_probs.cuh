@@ -25,14 +25,15 @@ DEVICE void mask_scores(typename Shape::Visible& visible, const TileCoord& coord
     u64 existing = keys_left < TILE ? (1ull << keys_left) - 1 : ~0ull;
     UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m) {
         visible[m] = 0;
-        UNROLL for (u32 r = 0; r < 2; ++r) {
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
             PackedRow packed = packed_row<Shape::rows>(a, coord.h, lane.row_of(m, r));
             bool exists = packed.exists && coord.first_query + packed.query < a.queries;
             u64 line = 0;
             if (exists) line = mask_row(a, coord, packed.query, packed_queries<Shape::rows>(a));
             line = (line & existing) >> (coord.first_key - first + lane.column);
             UNROLL for (u32 n = 0; n < Shape::columns; ++n)
-                visible[m] |= u32(line >> 8 * n & 3) << (4 * n + 2 * r);
+                visible[m] |= u32(line >> 8 * n & ((1 << FRAGMENT_COLUMNS) - 1))
+                              << (4 * n + FRAGMENT_COLUMNS * r);
         }
     }
 }
@@ -44,13 +45,15 @@ DEVICE void apply_epilogue(typename Shape::Scores& scores, typename Shape::Visib
     NOT_UNROLLED for (u32 n = 0; n < Shape::columns; ++n) {
         UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m) {
             UNROLL for (u32 e = 0; e < 4; ++e) {
-                PackedRow packed = packed_row<Shape::rows>(a, coord.h, lane.row_of(m, e / 2));
+                PackedRow packed =
+                    packed_row<Shape::rows>(a, coord.h, lane.row_of(m, e / FRAGMENT_COLUMNS));
                 TileCoord row_coord = coord;
                 row_coord.h = packed.h;
                 float derivative;
                 bool unmasked =
                     score_of_pair(scores[m][0][e], derivative, is_visible(visible, m, n, e),
-                                  packed.query, 8 * n + lane.column + e % 2, row_coord, a);
+                                  packed.query, 8 * n + lane.column + e % FRAGMENT_COLUMNS,
+                                  row_coord, a);
                 if (!unmasked) visible[m] &= ~(1u << (4 * n + e));
             }
             rotate(scores[m]);
@@ -64,33 +67,44 @@ DEVICE void apply_dropout(typename Shape::Scores& probs, const TileCoord& coord,
     NOT_UNROLLED for (u32 n = 0; n < Shape::columns; ++n)
         UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m) {
             UNROLL for (u32 e = 0; e < 4; ++e) {
-                PackedRow packed = packed_row<Shape::rows>(a, coord.h, lane.row_of(m, e / 2));
+                PackedRow packed =
+                    packed_row<Shape::rows>(a, coord.h, lane.row_of(m, e / FRAGMENT_COLUMNS));
                 probs[m][0][e] *=
                     keep_factor(a, coord.b, packed.h, coord.first_query + packed.query,
-                                coord.first_key + 8 * n + lane.column + e % 2);
+                                coord.first_key + 8 * n + lane.column + e % FRAGMENT_COLUMNS);
             }
             rotate(probs[m]);
         }
 }
+
+// Exponent of a probability, or of one that is scaled: matrix units of AMD GPUs may flush subnormal
+// numbers of f16, so that P is scaled by 2¹⁰ there, and with it the sums ℓ and O.
+#if defined(ANNULUS_AMD) && ANNULUS_DTYPE == 3
+#define PROBS_SCALE 1024.0f
+DEVICE float scaled_exponent(float exponent) { return exponent + 10.0f; }
+#else
+#define PROBS_SCALE 1.0f
+DEVICE float scaled_exponent(float exponent) { return exponent; }
+#endif
 
 // Online softmax of one tile: scores, to be multiplied by `natural`, become probabilities; state
 // and O get the new maximum. Masked pairs have the score −∞ and so the probability 0.
 template <typename Shape>
 DEVICE void online_softmax(typename Shape::Scores& scores, typename Shape::Accumulators& o,
                            typename Shape::State& state, float natural) {
-    float base[Shape::row_tiles][2], rescale[Shape::row_tiles][2];
+    float base[Shape::row_tiles][FRAGMENT_ROWS], rescale[Shape::row_tiles][FRAGMENT_ROWS];
     bool fused = true, changed = false;
     UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
-        UNROLL for (u32 r = 0; r < 2; ++r) {
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
             float tile_max = -infinity();
             UNROLL for (u32 n = 0; n < Shape::columns; ++n)
-                UNROLL for (u32 c = 0; c < 2; ++c)
-                    tile_max = larger(tile_max, scores[m][n][2 * r + c]);
-            tile_max = larger(tile_max, shuffle_xor(tile_max, 1));
-            tile_max = larger(tile_max, shuffle_xor(tile_max, 2));
+                UNROLL for (u32 c = 0; c < FRAGMENT_COLUMNS; ++c)
+                    tile_max =
+                        larger_score(tile_max, scores[m][n][FRAGMENT_COLUMNS * r + c]);
+            tile_max = row_max(tile_max);
             float& max = state.max[m][r];
             // with a positive scale the maximum of the products is that of the scores
-            float new_max = larger(max, natural * tile_max);
+            float new_max = larger_score(max, natural * tile_max);
             rescale[m][r] = new_max == max ? 1.0f : fast_exp(max - new_max);
             changed |= rescale[m][r] != 1.0f;
             // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
@@ -103,7 +117,7 @@ DEVICE void online_softmax(typename Shape::Scores& scores, typename Shape::Accum
         float unit = natural * LOG2_E;
         UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
             UNROLL for (u32 e = 0; e < 4; ++e) {
-                float offset = -base[m][e / 2] * LOG2_E;
+                float offset = scaled_exponent(-base[m][e / FRAGMENT_COLUMNS] * LOG2_E);
                 UNROLL for (u32 n = 0; n < Shape::columns; ++n)
                     scores[m][n][e] = exp2_approx(multiply_add(scores[m][n][e], unit, offset));
             }
@@ -112,13 +126,15 @@ DEVICE void online_softmax(typename Shape::Scores& scores, typename Shape::Accum
         UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
             UNROLL for (u32 n = 0; n < Shape::columns; ++n)
                 UNROLL for (u32 e = 0; e < 4; ++e)
-                    scores[m][n][e] = fast_exp(natural * scores[m][n][e] - base[m][e / 2]);
+                    scores[m][n][e] = exp2_approx(scaled_exponent(
+                        (natural * scores[m][n][e] - base[m][e / FRAGMENT_COLUMNS]) * LOG2_E));
     }
     UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
-        UNROLL for (u32 r = 0; r < 2; ++r) {
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
             float sum = 0;
             UNROLL for (u32 n = 0; n < Shape::columns; ++n)
-                UNROLL for (u32 c = 0; c < 2; ++c) sum += scores[m][n][2 * r + c];
+                UNROLL for (u32 c = 0; c < FRAGMENT_COLUMNS; ++c)
+                    sum += scores[m][n][FRAGMENT_COLUMNS * r + c];
             state.sum[m][r] = state.sum[m][r] * rescale[m][r] + sum;
         }
     // in long sequences a maximum rarely changes
@@ -126,7 +142,8 @@ DEVICE void online_softmax(typename Shape::Scores& scores, typename Shape::Accum
     UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
         UNROLL for (u32 m = 0; m < Shape::row_tiles; ++m)
             UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
-                UNROLL for (u32 e = 0; e < 4; ++e) o[panel][m][n][e] *= rescale[m][e / 2];
+                UNROLL for (u32 e = 0; e < 4; ++e)
+                    o[panel][m][n][e] *= rescale[m][e / FRAGMENT_COLUMNS];
 }
 
 // Scale of the scores, and their options.

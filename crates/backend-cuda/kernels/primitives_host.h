@@ -8,10 +8,11 @@
 //       if no fiber can run:  complete one asynchronous operation of the block
 //       if neither has happened in any resident block:  fail (deadlock)
 //
-// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp. A warp runs ahead of the others as far as barriers allow, so that a
-// missing barrier makes it read data that is not written yet. Shared memory is filled with NaN when
-// a block starts. Every wait is for a condition that the scheduler can test, so that a launch that
-// cannot end fails at once.
+// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp, at a
+// matrix instruction of AMD for its wave of 64. A warp runs ahead of the others as far as barriers
+// allow, so that a missing barrier makes it read data that is not written yet. Shared memory is
+// filled with NaN when a block starts. Every wait is for a condition that the scheduler can test, so
+// that a launch that cannot end fails at once.
 #pragma once
 
 #include <csetjmp>
@@ -50,6 +51,12 @@ const size_t STACK_BYTES = 64 * 1024;
 const size_t STACK_STRIDE = STACK_BYTES + 5 * 64;
 // Static shared memory per block: CUDA's limit.
 const size_t SHARED_BYTES = 48 * 1024;
+// Static and dynamic shared memory per block: that of compute capability 9.0; of a compute unit.
+#ifdef ANNULUS_AMD
+const size_t ALL_SHARED_BYTES = 64 * 1024;
+#else
+const size_t ALL_SHARED_BYTES = 227 * 1024;
+#endif
 // Bytes behind the dynamic shared memory of a block, in which no kernel may write.
 const size_t GUARD_BYTES = 1024;
 
@@ -69,7 +76,7 @@ struct Fiber {
     bool started = false, done;
     Wait wait;
     size_t shared_used;
-    u32 exchanges;
+    u32 exchanges[2];  // of its warp, of its wave
     std::vector<Copy> copies;
     u32 groups;
     u64 changes_seen;
@@ -81,8 +88,10 @@ struct LaneWords {
 };
 
 struct Warp {
-    u32 arrived;
-    LaneWords slots[2][WARP];
+    u32 arrived, ended;  // lanes in the current exchange; lanes whose kernel has ended
+    bool needs_all;      // the current exchange reads every lane
+    void (*last)(const LaneWords*);  // of the current exchange
+    LaneWords slots[2][WAVE];
 };
 
 // State of wgmma, TMA and mbarriers; defined in warpgroup_host.h.
@@ -95,10 +104,15 @@ const u32 RESIDENT_BLOCKS = 3;
 // Added to a planted mistake: asynchronous copies complete when they are issued. Mirrored in
 // crates/cuda-emulator/src/context.rs.
 const u32 EARLY_COPIES = 1 << 16;
+// Likewise: shuffles are exchanges of all lanes of a wave whose kernel has not ended. A GPU does not
+// require it of lanes that read within their warp, but every kernel keeps to it, so that a lane that
+// is missing in a shuffle is found.
+const u32 WHOLE_WAVES = 1 << 17;
 
 struct Block {
     std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
     std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
+    std::vector<Warp> waves = std::vector<Warp>(THREADS / WAVE);
     // not initialized: only the stack pages that are used become resident
     std::unique_ptr<char[]> stacks{new char[THREADS * STACK_STRIDE]};
     alignas(16) char shared[SHARED_BYTES];
@@ -117,7 +131,7 @@ struct Block {
     u32 dynamic_shared_bytes;
     std::vector<char> dynamic_memory;
     char* dynamic_shared;
-    u32 mistake;  // perhaps with EARLY_COPIES
+    u32 mistake;  // perhaps with EARLY_COPIES or WHOLE_WAVES
     u64* seed;
     u64 changes;
     // fibers that have not ended, and the order in which they run
@@ -182,23 +196,39 @@ inline void barrier() {
     pause(Wait::nothing);
 }
 
-// Passes `mine` to all lanes of the warp and returns everyone's data, valid until the lane's next
-// exchange but one. The last lane to arrive calls `last` before the others continue.
-inline const LaneWords* exchange(const LaneWords& mine, void last(const LaneWords*) = nullptr) {
-    Block& block = *current();
-    u32 lane = block.thread % WARP, first = block.thread - lane;
-    Warp& warp = block.warps[block.thread / WARP];
-    // a lane can be at most one exchange ahead of another, so two sets of slots are enough
-    LaneWords* slots = warp.slots[block.fibers[block.thread].exchanges++ % 2];
-    slots[lane] = mine;
-    if (++warp.arrived < WARP) {
-        pause(Wait::warp);
-    } else {
-        warp.arrived = 0;
-        if (last) last(slots);
-        for (u32 other = first; other < first + WARP; ++other)
-            if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
+// Ends the current exchange of the lanes of `warp`, of which `first` is the first, if all have
+// arrived that can.
+inline bool release(Block& block, Warp& warp, u32 first, u32 lanes) {
+    if (warp.arrived == 0 || warp.arrived + warp.ended < lanes) return false;
+    if (warp.needs_all && warp.ended > 0) {
+        trace("an exchange that reads a lane whose kernel has ended");
+        block.fault = true;
     }
+    warp.arrived = 0;
+    warp.needs_all = false;
+    for (u32 other = first; other < first + lanes; ++other)
+        if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
+    return true;
+}
+
+// Passes `mine` to all lanes of the warp, or of the wave, and returns everyone's data, valid until
+// the lane's next exchange but one. The last lane to arrive calls `last` before the others continue.
+// `needs_all`: lanes of a wave read beyond their own warp.
+template <u32 lanes = WARP>
+inline const LaneWords* exchange(const LaneWords& mine, void last(const LaneWords*) = nullptr,
+                                 bool needs_all = false) {
+    Block& block = *current();
+    u32 lane = block.thread % lanes, first = block.thread - lane;
+    const bool of_wave = lanes > WARP;
+    Warp& warp = (of_wave ? block.waves : block.warps)[block.thread / lanes];
+    // a lane can be at most one exchange ahead of another, so two sets of slots are enough
+    LaneWords* slots = warp.slots[block.fibers[block.thread].exchanges[of_wave]++ % 2];
+    slots[lane] = mine;
+    if (warp.arrived > 0 && warp.last != last) fault("lanes that are at different instructions");
+    warp.last = last;
+    warp.needs_all |= needs_all;
+    if (++warp.arrived == lanes && last) last(slots);
+    if (!release(block, warp, first, lanes)) pause(Wait::warp);
     return slots;
 }
 
@@ -208,9 +238,14 @@ template <typename T>
 inline T shuffle(T mine, u32 lanes) {
     LaneWords lane_words = {};
     std::memcpy(lane_words.words, &mine, sizeof mine);
-    u32 self = lane();
+    u32 self = current()->thread;
     T other;
-    std::memcpy(&other, exchange(lane_words)[self ^ lanes].words, sizeof other);
+    if (WAVE > WARP && (lanes >= WARP || (current()->mistake & WHOLE_WAVES)))
+        std::memcpy(&other,
+                    exchange<WAVE>(lane_words, nullptr, lanes >= WARP)[self % WAVE ^ lanes].words,
+                    sizeof other);
+    else
+        std::memcpy(&other, exchange(lane_words)[self % WARP ^ lanes].words, sizeof other);
     return other;
 }
 
@@ -287,12 +322,79 @@ inline void mma(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
              mma_all<widened>);
 }
 
+#ifdef ANNULUS_MATRIX
+
+// 16-bit element of a matrix instruction. On gfx90a those below the normal range count as 0.
+//
+// Source: PyTorch's numerical accuracy notes, "Reduced Precision FP16 and BF16 GEMMs and
+// Convolutions on AMD Instinct MI200 Devices".
+template <float widened(u16)>
+inline double matrix_element(u16 bits) {
+    const float x = widened(bits);
+#ifdef __gfx90a__
+    const float smallest = ANNULUS_DTYPE == 3 ? 6.103515625e-05f : 1.17549435e-38f;
+    if (std::fabs(x) < smallest) return 0;
+#endif
+    return x;
+}
+
+// Computes one v_mfma_f32_32x32x8 (32x32x16 on gfx950) for the whole wave: the products and the
+// accumulator are added exactly and rounded once, so that no result depends on an order. `part`:
+// the half of the elements that lanes pass, with instructions of eight terms.
+template <float widened(u16), u32 part, u32 elements>
+inline void mfma_all(const LaneWords* all) {
+    // a row as a vector: kernels are compiled without automatic vectorization
+    typedef double Row __attribute__((vector_size(256)));
+    static thread_local double left[32][2 * elements];
+    static thread_local Row right[2 * elements], acc[32];
+    bool nothing = true;
+    for (u32 of = 0; of < WAVE; ++of) {
+        auto lefts = reinterpret_cast<const u32*>(all[of].words[0]),
+             rights = reinterpret_cast<const u32*>(all[of].words[1]);
+        auto own = reinterpret_cast<const float(*)[4]>(all[of].words[2]);
+        for (u32 e = 0; e < elements; ++e) {
+            const u32 at = elements * part + e, k = elements * (of / 32) + e;
+            left[of % 32][k] = matrix_element<widened>(u16(lefts[at / 2] >> 16 * (at % 2)));
+            right[k][of % 32] = matrix_element<widened>(u16(rights[at / 2] >> 16 * (at % 2)));
+            nothing = nothing && left[of % 32][k] == 0 && right[k][of % 32] == 0;
+        }
+        for (u32 e = 0; e < 16; ++e)
+            acc[8 * (e / 4) + 4 * (of / 32) + e % 4][of % 32] =
+                own[e / 4][e % 4];
+    }
+    // padding of a tile: adds nothing
+    if (nothing) return;
+    for (u32 row = 0; row < 32; ++row)
+        for (u32 k = 0; k < 2 * elements; ++k) acc[row] += left[row][k] * right[k];
+    for (u32 of = 0; of < WAVE; ++of) {
+        auto own = reinterpret_cast<float(*)[4]>(all[of].words[2]);
+        for (u32 e = 0; e < 16; ++e)
+            own[e / 4][e % 4] = float(acc[8 * (e / 4) + 4 * (of / 32) + e % 4][of % 32]);
+    }
+}
+
+// See mma_bf16_32x32x16 of primitives_amd.h. The last lane to arrive computes for all.
+template <float widened(u16)>
+inline void mfma(float (*acc)[4], const u32 (&left)[4], const u32 (&right)[4]) {
+    const LaneWords mine = {{reinterpret_cast<u64>(left), reinterpret_cast<u64>(right),
+                             reinterpret_cast<u64>(acc), 0}};
+#ifdef __gfx950__
+    exchange<WAVE>(mine, mfma_all<widened, 0, 8>, true);
+#else
+    exchange<WAVE>(mine, mfma_all<widened, 0, 4>, true);
+    exchange<WAVE>(mine, mfma_all<widened, 1, 4>, true);
+#endif
+}
+
+#endif
+
 inline void* shared(size_t bytes) {
     Block& block = *current();
     size_t& used = block.fibers[block.thread].shared_used;
     char* index = block.shared + used;
     used += (bytes + 15) / 16 * 16;
-    if (used > SHARED_BYTES) fault("static shared memory exceeds 48 KB");
+    if (used > SHARED_BYTES || used + block.dynamic_shared_bytes > ALL_SHARED_BYTES)
+        fault("shared memory exceeds that of a block");
     return index;
 }
 
@@ -322,6 +424,9 @@ inline void fiber_main(u32 low, u32 high, u32 thread) {
     for (;;) {
         block.kernel(block.arguments);
         fiber.done = true;
+        Warp& wave = block.waves[thread / WAVE];
+        ++wave.ended;
+        release(block, wave, thread / WAVE * WAVE, WAVE);
         if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
     }
 }
@@ -409,12 +514,16 @@ inline void start_block(Block& block, const u32 (&index)[3]) {
     for (u32 axis = 0; axis < 3; ++axis) block.index[axis] = index[axis];
     block.arrived = 0;
     block.any = block.fault = false;
-    for (Warp& warp : block.warps) warp.arrived = 0;
+    for (std::vector<Warp>* all : {&block.warps, &block.waves})
+        for (Warp& warp : *all) {
+            warp.arrived = warp.ended = 0;
+            warp.needs_all = false;
+        }
     for (Fiber& fiber : block.fibers) {
         fiber.done = false;
         fiber.wait = Wait::nothing;
         fiber.shared_used = 0;
-        fiber.exchanges = 0;
+        fiber.exchanges[0] = fiber.exchanges[1] = 0;
         fiber.copies.clear();
         fiber.groups = 0;
     }
@@ -496,6 +605,7 @@ inline Outcome run_grid(Grid& grid, std::vector<std::unique_ptr<Block>>& running
 // Runs a grid of blocks of `threads` threads.
 extern "C" int annulus_emulate(void (*kernel)(const void*), u32 threads, const void* arguments,
                                const u32* size, u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
+    if (dynamic_shared_bytes > emulated::ALL_SHARED_BYTES) return emulated::FAILED;
     u64 blocks = u64(size[0]) * size[1] * size[2];
     emulated::Grid grid = {size, emulated::shuffled(u32(blocks), seed)};
     std::vector<std::unique_ptr<emulated::Block>> running;
@@ -536,7 +646,8 @@ DEVICE u8* dynamic_shared() {
 // True if the launch plants this mistake: used by the edits that tests make of the kernels' text
 // (tests/emulated/mistakes), not by the kernels.
 DEVICE bool planted(u32 mistake) {
-    return (emulated::current()->mistake & ~emulated::EARLY_COPIES) == mistake;
+    const u32 flags = emulated::EARLY_COPIES | emulated::WHOLE_WAVES;
+    return (emulated::current()->mistake & ~flags) == mistake;
 }
 
 DEVICE u32 thread_index() { return emulated::current()->thread; }
@@ -600,10 +711,43 @@ DEVICE void mma_f16(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second
     emulated::mma<from_f16>(acc, left, first, second);
 }
 
+
+// Shared and global memory of AMD's kernels: see primitives_amd.h.
+template <u32 words>
+DEVICE void load_words(u32* to, const u16* from) {
+    if (reinterpret_cast<u64>(from) % (4 * words) != 0)
+        emulated::fault("a load at a misaligned address");
+    std::memcpy(to, from, 4 * words);
+}
+DEVICE void load_shared_8(u32* to, const u16* from) { load_words<2>(to, from); }
+DEVICE void load_shared_16(u32 (&to)[4], const u16* from) { load_words<4>(to, from); }
+DEVICE void store_shared_8(u16* to, u32 first, u32 second) {
+    const u32 words[2] = {first, second};
+    if (reinterpret_cast<u64>(to) % 8 != 0) emulated::fault("a store at a misaligned address");
+    std::memcpy(to, words, 8);
+}
+template <u32 words>
+DEVICE void load_or_zero(u32 (&to)[words], const u16* from, bool inside) {
+    std::memset(to, 0, 4 * words);
+    if (inside) load_words<words>(to, from);
+}
+#ifdef ANNULUS_MATRIX
+DEVICE void mma_bf16_32x32x16(float (*acc)[4], const u32 (&left)[4], const u32 (&right)[4]) {
+    emulated::mfma<from_bf16>(acc, left, right);
+}
+DEVICE void mma_f16_32x32x16(float (*acc)[4], const u32 (&left)[4], const u32 (&right)[4]) {
+    emulated::mfma<from_f16>(acc, left, right);
+}
+#endif
+
 DEVICE u16 to_bf16(float x);
 DEVICE u16 to_f16(float x);
 DEVICE u32 pack_bf16x2(float first, float second) {
     return to_bf16(first) | u32(to_bf16(second)) << 16;
+}
+// As on a GPU of AMD, a NaN may become any number, here 0.
+DEVICE u32 pack_numbers_bf16x2(float first, float second) {
+    return pack_bf16x2(first == first ? first : 0, second == second ? second : 0);
 }
 DEVICE u32 pack_f16x2(float first, float second) {
     return to_f16(first) | u32(to_f16(second)) << 16;
@@ -617,6 +761,7 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) { return std::log2(x); }
 DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 DEVICE float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
+DEVICE float max_of_numbers(float x, float y) { return std::fmax(x, y); }
 
 DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 DEVICE double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }

@@ -1,4 +1,6 @@
-// GEMM building blocks of warps that own whole rows, on tensor cores (mma.sync), 16-bit elements.
+// GEMM building blocks of warps that own whole rows, on tensor cores (mma.sync), 16-bit elements;
+// on AMD GPUs of waves, on matrix cores (MFMA). Fragments of a product differ, and with them what
+// loads and multiplies them (here, and in matrix_amd.cuh); all else is the same text.
 //
 // A warp owns 16·row_tiles rows of the left operand and all columns of a product (8·columns: 64, or
 // 32), so that a row is reduced within four lanes, and P goes from the accumulators of S into the
@@ -18,15 +20,24 @@
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
-// Scores of a thread; then their probabilities. Element e of MMA tile (m, n) is row
-// lane.row_of(m, e / 2), column 8·n + lane.column + e mod 2.
+// Fragment of a thread: four elements of a product, FRAGMENT_ROWS rows × FRAGMENT_COLUMNS adjacent
+// columns. Its row m has four lanes on NVIDIA's tensor cores, two on AMD's matrix cores.
+#ifdef ANNULUS_AMD
+#define FRAGMENT_ROWS 1
+#else
+#define FRAGMENT_ROWS 2
+#endif
+#define FRAGMENT_COLUMNS (4 / FRAGMENT_ROWS)
+
+// Scores of a thread; then their probabilities. Element e of fragment (m, n) is row
+// lane.row_of(m, e / FRAGMENT_COLUMNS), column 8·n + lane.column + e mod FRAGMENT_COLUMNS.
 template <u32 row_tiles, u32 columns>
 using RowScores = float[row_tiles][columns][4];
-// Pairs of 16-bit elements of a left operand: pair r of MMA tile (m, n) is row lane.row_of(m, r),
-// columns as above.
+// Pairs of 16-bit elements of a left operand: pair r of fragment (m, n) is its elements 2·r and
+// 2·r + 1.
 template <u32 row_tiles, u32 columns>
 using RowPairs = u32[row_tiles][columns][2];
-// Bits of a thread's visible pairs: bit 4·n + e for element e of MMA tile (m, n).
+// Bits of a thread's visible pairs: bit 4·n + e for element e of fragment (m, n).
 template <u32 row_tiles>
 using VisibleBits = u32[row_tiles];
 // Accumulators of a panel of 64 dims.
@@ -38,7 +49,7 @@ using RowAccumulators = PanelAccumulators<row_tiles>[CHUNKS];
 // Of an online softmax: running maximum of a thread's rows, and sum of its own columns.
 template <u32 row_tiles>
 struct RowState {
-    float max[row_tiles][2], sum[row_tiles][2];
+    float max[row_tiles][FRAGMENT_ROWS], sum[row_tiles][FRAGMENT_ROWS];
 };
 
 // Position of a thread.
@@ -47,26 +58,76 @@ struct RowLane {
     u32 first_column;  // of the warp, if warps divide the columns of a product: see gemm_nt
     bool has_rows;     // of the warp: false if all of its rows lie beyond the ends
 
+#ifdef ANNULUS_AMD
+    METHOD u32 row_of(u32, u32) const { return first_row + lane % 32; }
+#else
     METHOD u32 row_of(u32 m, u32 r) const { return first_row + 16 * m + lane / 4 + 8 * r; }
+#endif
 };
 
 // `owner`: number of the warp among those that own different rows.
 template <u32 row_tiles>
 DEVICE RowLane row_lane_of_thread(u32 owner) {
     RowLane at;
+#ifdef ANNULUS_AMD
+    at.lane = thread_index() % 64;
+    at.first_row = owner * (32 * row_tiles);
+    at.column = at.lane / 32 * 4;
+#else
     at.lane = thread_index() % 32;
     at.first_row = owner * (16 * row_tiles);
     at.column = 2 * (at.lane % 4);
+#endif
     at.first_column = 0;
     at.has_rows = true;
     return at;
+}
+
+// Maximum of two scores. On AMD GPUs, which have no instruction for a NaN of either, a NaN is
+// dropped: the sum of the row's probabilities is one, and with it the result.
+DEVICE float larger_score(float x, float y) {
+#ifdef ANNULUS_AMD
+    return max_of_numbers(x, y);
+#else
+    return larger(x, y);
+#endif
+}
+
+// Maximum and sum over the lanes that share a row.
+DEVICE float row_max(float mine) {
+#ifdef ANNULUS_AMD
+    return larger_score(mine, shuffle_xor(mine, 32));
+#else
+    mine = larger(mine, shuffle_xor(mine, 1));
+    return larger(mine, shuffle_xor(mine, 2));
+#endif
+}
+DEVICE float row_sum(float mine) {
+#ifdef ANNULUS_AMD
+    return mine + shuffle_xor(mine, 32);
+#else
+    mine += shuffle_xor(mine, 1);
+    return mine + shuffle_xor(mine, 2);
+#endif
 }
 
 // As recomputed, for what is computed from a thread's position.
 DEVICE RowLane recomputed(RowLane lane) {
     lane.first_row = recomputed(lane.first_row);
     lane.column = recomputed(lane.column);
+#ifdef ANNULUS_AMD
+    lane.lane = recomputed(lane.lane);
+#endif
     return lane;
+}
+// As recomputed on AMD GPUs, where a lane's row and what follows from it, over all tiles of a loop,
+// would take registers of the products.
+DEVICE RowLane recomputed_in_loop(const RowLane& lane) {
+#ifdef ANNULUS_AMD
+    return recomputed(lane);
+#else
+    return lane;
+#endif
 }
 
 // Moves every element of a list one place forward, the first one to the end. A loop that handles
@@ -86,6 +147,8 @@ DEVICE void rotate(T (&list)[count][width]) {
         list[count - 1][e] = first;
     }
 }
+
+#ifndef ANNULUS_AMD
 
 // Copies `rows` rows of a left operand, from row `first` on, to shared memory, in panels of 64 dims
 // with the swizzle of a chunk; 0 beyond the ends. The copies belong to the first group of the
@@ -107,14 +170,24 @@ DEVICE void load_left_rows(u16* to, const Operand& operand, u32 first) {
     }
 }
 
-// Rounds scores to pairs of a left operand.
+#endif
+
+// Rounds scores to pairs of a left operand. On AMD GPUs a NaN of bf16, for which its conversion
+// would need further instructions, may become a number: see larger_score.
+DEVICE u32 narrow_scores(float first, float second) {
+#if defined(ANNULUS_AMD) && ANNULUS_DTYPE == 2
+    return pack_numbers_bf16x2(first, second);
+#else
+    return narrow_pair(first, second);
+#endif
+}
 template <u32 row_tiles, u32 columns>
 DEVICE void narrow_left(u32 (&left)[row_tiles][columns][2],
                         const float (&scores)[row_tiles][columns][4]) {
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
         UNROLL for (u32 n = 0; n < columns; ++n)
             UNROLL for (u32 r = 0; r < 2; ++r)
-                left[m][n][r] = narrow_pair(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
+                left[m][n][r] = narrow_scores(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
 }
 
 template <u32 row_tiles>
@@ -137,6 +210,18 @@ DEVICE void clear(float (&scores)[row_tiles][columns][4]) {
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
         UNROLL for (u32 n = 0; n < columns; ++n)
             UNROLL for (u32 e = 0; e < 4; ++e) scores[m][n][e] = 0;
+}
+
+#ifdef ANNULUS_AMD
+
+#include "matrix_amd.cuh"
+
+#else
+
+// Returns a panel of a left operand whose panels have `rows` rows.
+template <u32 rows>
+DEVICE const u16* left_panel(const u16* left, u32 panel) {
+    return left + panel * rows * CHUNK;
 }
 
 // scores += left·rightᵀ of one panel each.
@@ -164,6 +249,8 @@ DEVICE void panel_nt(float (&scores)[row_tiles][columns][4], const u16* left_pan
     }
 }
 
+#endif
+
 // Returns the part of a chunk of the stream that a warp multiplies: rows lane.first_column … of a
 // panel.
 template <typename RightStream>
@@ -171,11 +258,11 @@ DEVICE const u16* warp_panel(const u16* chunk, u32 panel, const RowLane& lane) {
     return chunk + (panel % RightStream::panels * RightStream::rows + lane.first_column) * CHUNK;
 }
 
-// scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` has panels of
-// `rows` rows × 64 dims. Of a chunk's rows, which are the columns of the product, a warp multiplies
+// scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` is in shared memory,
+// in panels of `rows` rows × 64 dims (on AMD GPUs in registers). Of a chunk's rows, which are the columns of the product, a warp multiplies
 // those from lane.first_column on.
-template <u32 rows, u32 phase, u32 row_tiles, u32 columns, typename RightStream>
-DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, RightStream& stream,
+template <u32 rows, u32 phase, u32 row_tiles, u32 columns, typename Left, typename RightStream>
+DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const Left& left, RightStream& stream,
                     u32 dim, const RowLane& lane, const Attention& a) {
     clear(scores);
     const u16* right_chunk = nullptr;
@@ -186,10 +273,12 @@ DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const u16* left, Rig
             right_chunk = stream.template next<phase>(a, non_finite);
         }
         if (!lane.has_rows) continue;
-        panel_nt(scores, left + panel * rows * CHUNK,
+        panel_nt(scores, left_panel<rows>(left, panel),
                  warp_panel<RightStream>(right_chunk, panel, lane), lane);
     }
 }
+
+#ifndef ANNULUS_AMD
 
 // acc += left·right on scalar units, of the elements of `right_panel` that are not finite. Masked
 // pairs are skipped, because 0 · NaN would reach every row.
@@ -248,6 +337,8 @@ DEVICE void panel_nn_products(PanelAccumulators<row_tiles>& acc,
             }
         }
 }
+
+#endif
 
 // acc += left·right of one panel. `left` is unchanged. `fixup`: the panel has elements that are not
 // finite, and the masked pairs of `left` are marked.

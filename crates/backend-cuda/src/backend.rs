@@ -68,7 +68,7 @@ impl Cuda {
         Self::open_with(Api::Cuda, ordinal)
     }
 
-    /// As [`Cuda::open`], on an AMD GPU by HIP and hipRTC, at [`Level::Plain`].
+    /// As [`Cuda::open`], on an AMD GPU by HIP and hipRTC.
     ///
     /// # Errors
     /// As [`Cuda::open`], of HIP.
@@ -174,7 +174,10 @@ impl Cuda {
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
-        self.variant(spec, Variant::on_warpgroups)
+        if self.stream.device().api() == Api::Hip {
+            return self.variant(Level::Matrix, spec, Variant::on_matrix_cores);
+        }
+        self.variant(Level::Warpgroup, spec, Variant::on_warpgroups)
     }
 
     /// As [`Cuda::forward_variant`], for the kernels of dQ, dK and dV.
@@ -182,15 +185,17 @@ impl Cuda {
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
-        self.variant(spec, Variant::backward_on_warpgroups)
+        self.variant(Level::Warpgroup, spec, Variant::backward_on_warpgroups)
     }
 
+    /// Returns the variant of a level, if it is this one and serves the spec; else the general one.
     fn variant(
         &self,
+        level: Level,
         spec: &Spec,
-        on_warpgroups: fn(&Spec) -> Result<Option<Variant>>,
+        of_level: fn(&Spec) -> Result<Option<Variant>>,
     ) -> Result<Variant> {
-        let found = if self.level == Level::Warpgroup { on_warpgroups(spec)? } else { None };
+        let found = if self.level == level { of_level(spec)? } else { None };
         found.map_or_else(|| Variant::of(spec), Ok)
     }
 
@@ -222,13 +227,18 @@ impl Cuda {
             Ok(kernels)
         };
         let of_general = of(general)?;
-        let mut on_warpgroups =
-            |variant: Variant| (variant != general).then(|| of(variant)).transpose();
+        let mut others = |variant: Option<Variant>| {
+            variant.filter(|&variant| variant != general).map(&mut of).transpose()
+        };
+        let is_amd = device.api() == Api::Hip;
+        let on_matrices = general.has_matrix() && self.level >= Level::Matrix && spec.normalize;
+        let [forward, backward] = [self.forward_variant(spec)?, self.backward_variant(spec)?];
         Ok(Kernels {
             general: of_general,
-            on_matrices: general.has_matrix() && self.level >= Level::Matrix && spec.normalize,
-            warpgroup: on_warpgroups(self.forward_variant(spec)?)?,
-            backward_warpgroup: on_warpgroups(self.backward_variant(spec)?)?,
+            on_matrices: on_matrices && !is_amd,
+            mfma: others(Some(forward).filter(|_| is_amd))?,
+            warpgroup: others(Some(forward).filter(|_| !is_amd))?,
+            backward_warpgroup: others(Some(backward))?,
             min_rows: self.min_warpgroup_rows,
             most_blocks: self.forward_blocks.unwrap_or(device.multiprocessors()),
         })

@@ -1,7 +1,8 @@
 //! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 //!
-//! Forward on warpgroups: `kernels/forward_warpgroup.cuh`, with tensor maps of K and V for TMA.
+//! Forward on warpgroups: `kernels/forward_warpgroup.cuh`, with tensor maps of K and V for TMA. On
+//! matrix cores of AMD GPUs: `kernels/forward_matrix.cuh` with `kernels/matrix_amd.cuh`.
 
 use annulus_core::{
     Block, Dims, ForwardPass, Inputs, Outputs, Result, RowSet, Spec, Tick, View, ViewMut,
@@ -115,7 +116,7 @@ fn launch(
     }
     let kernel = forward_tiles.kernels[usize::from(arguments.block_mask.splits > 1)];
     // SAFETY: the engine has validated the shape of every tensor.
-    unsafe { context.launch(kernel, grid, arguments) }
+    unsafe { kernels.of_forward(kernel).launch(&context.stream, kernel, grid, arguments) }
 }
 
 impl ForwardPass<CudaSpace> for CudaForward<'_> {

@@ -7,7 +7,7 @@ use annulus_core::{Dims, GqaPacking, RankShard, TileRun};
 
 use crate::{
     kernels::{Kernels, THREADS, VariantKernels},
-    variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL, Variant},
+    variant::{DECODE_KERNEL, Family, MATRIX_KERNELS, SPLIT_KERNEL, Variant},
 };
 
 /// See the [module](self).
@@ -34,7 +34,10 @@ impl ForwardTiles {
         let group = if shares_key_tiles(shard) { q_heads / kv_heads } else { 1 };
         let warpgroup = kernels.warpgroup_for(queries, group);
         let general = kernels.general.variant;
-        let (kernels, [rows, keys]) = match warpgroup {
+        let (kernels, [rows, keys]) = match warpgroup.or(kernels.mfma.as_deref()) {
+            Some(VariantKernels { variant, .. }) if variant.family == Family::Mfma => {
+                ([MATRIX_KERNELS[0]; 2], variant.queries_matrix_tile())
+            }
             Some(VariantKernels { variant, .. }) => {
                 ([variant.forward_on_warpgroups(); 2], variant.tile())
             }

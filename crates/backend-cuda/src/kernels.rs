@@ -52,7 +52,7 @@ const GENERAL_HEADERS: [Header; 15] = [
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
-/// Further headers of the program of AMD GPUs.
+/// Further headers of [`Family::General`] of AMD GPUs.
 const PLAIN_HEADERS: [Header; 8] = [
     ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
@@ -62,6 +62,16 @@ const PLAIN_HEADERS: [Header; 8] = [
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
     ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
+];
+
+/// Further headers of [`Family::Mfma`].
+const MFMA_HEADERS: [Header; 6] = [
+    ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
+    ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
+    ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
+    ("matrix_amd.cuh", include_str!("../kernels/matrix_amd.cuh")),
+    ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
+    ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
 ];
 
 /// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
@@ -114,6 +124,10 @@ pub fn compile(
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
             [&HEADERS[..], &GENERAL_HEADERS].concat(),
         ),
+        Family::Mfma => (
+            ("matrix.hip", include_str!("../kernels/matrix.hip")),
+            [&HEADERS[..], &MFMA_HEADERS].concat(),
+        ),
         Family::Warpgroup | Family::WarpgroupEpilogue => (
             ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
             [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
@@ -163,11 +177,8 @@ impl VariantKernels {
                 },
             ))
         };
-        let names = match kind {
-            ImageKind::CodeObject => Variant::PLAIN_KERNELS.to_vec(),
-            ImageKind::Cubin | ImageKind::Ptx => variant.kernels(),
-        };
-        let kernels = names.into_iter().map(kernel).collect::<Result<_>>()?;
+        let kernels =
+            variant.kernels(device.api()).into_iter().map(kernel).collect::<Result<_>>()?;
         Ok(Self { variant, kernels })
     }
 
@@ -201,6 +212,9 @@ pub(crate) struct Kernels {
     /// gradient of an unnormalized output flows through the row maximum, which backward finds only
     /// if its scores equal those of forward bit for bit.
     pub(crate) on_matrices: bool,
+    /// Present on AMD GPUs at [`crate::Level::Matrix`], if [`Variant::on_matrix_cores`] serves the
+    /// spec.
+    pub(crate) mfma: Option<Arc<VariantKernels>>,
     /// Present at [`crate::Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
     pub(crate) warpgroup: Option<Arc<VariantKernels>>,
     /// Likewise, for [`Variant::backward_on_warpgroups`].
@@ -212,6 +226,12 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
+    /// Returns the kernels that have the forward kernel `name`, which is not one on warpgroups.
+    pub(crate) fn of_forward(&self, name: &str) -> &VariantKernels {
+        let mfma = self.mfma.as_deref().filter(|kernels| kernels.kernels.contains_key(name));
+        mfma.unwrap_or(&self.general)
+    }
+
     /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries of
     /// `heads` query heads that may share a tile faster than level matrix: fewer rows leave most
     /// of a tile empty (estimated, not measured).

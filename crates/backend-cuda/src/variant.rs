@@ -6,7 +6,7 @@
 use std::ffi::OsStr;
 
 use annulus_core::{DType, Error, Result, Spec};
-use annulus_device_cuda::{Api, Architecture, Compiler, Device, ImageKind};
+use annulus_device_cuda::{Api, Architecture, Compiler, Device, Gpu, ImageKind};
 
 /// Threads per block of the general kernels, except those on tensor cores; `THREADS` of
 /// `kernels/primitives.cuh`.
@@ -31,7 +31,7 @@ pub(crate) const WARPGROUP_BACKWARD_KERNELS: [&str; 5] = [
     "backward_keys_warpgroup_epilogue",
 ];
 
-/// Kernels that every general variant has.
+/// Kernels that every general variant has; on AMD GPUs it has no others.
 const GENERAL_KERNELS: [&str; 15] = [
     "forward",
     "finish_forward",
@@ -53,8 +53,10 @@ const GENERAL_KERNELS: [&str; 15] = [
 /// Programs: each is compiled on its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// All kernels for any architecture.
+    /// All kernels for any architecture. Of AMD GPUs those of level plain.
     General,
+    /// Forward kernel on matrix cores (MFMA) of AMD GPUs; [`Family::General`] has the others.
+    Mfma,
     /// Forward kernel on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
     /// others.
     Warpgroup,
@@ -94,6 +96,20 @@ impl Variant {
         types.into_iter().flat_map(move |dtype| {
             dims(dtype).map(move |dim| Self { family: Family::General, dtype, dim })
         })
+    }
+
+    /// Selects the variant on matrix cores of AMD GPUs for a spec's forward pass, if it can serve
+    /// it: 16-bit elements, a normalized output. Probabilities of f16 are scaled by 2¹⁰
+    /// (`kernels/forward_probs.cuh`), which leaves a factor of 2⁵ for those that dropout keeps.
+    ///
+    /// # Errors
+    /// As [`Variant::of`].
+    pub fn on_matrix_cores(spec: &Spec) -> Result<Option<Self>> {
+        let any = Self::of(spec)?;
+        let kept = spec.dropout.map_or(1.0, |dropout| 1.0 - dropout.probability);
+        let is_in_range = spec.dtype != DType::F16 || kept > 1.0 / 32.0;
+        let fits = any.has_matrix() && spec.normalize && is_in_range;
+        Ok(fits.then_some(Self { family: Family::Mfma, ..any }))
     }
 
     /// Lists every variant that this architecture can run.
@@ -175,15 +191,17 @@ impl Variant {
                 _ => [128, 80],
             },
             Family::General if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
-            Family::General => [64, 64],
+            Family::General | Family::Mfma => [64, 64],
         }
     }
 
     /// Rows (queries, in the forward pass perhaps pairs of query and head) and keys per tile of the
     /// kernels on tensor cores whose left operand is queries; `ForwardShape::rows` of
-    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`.
+    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`, and
+    /// `RowsShape::rows` of `kernels/matrix_amd.cuh`.
     pub(crate) const fn queries_matrix_tile(self) -> [usize; 2] {
-        [if self.dim <= 128 { 128 } else { 64 }, self.tile()[1]]
+        let has_wide_rows = self.dim <= 128 || matches!(self.family, Family::Mfma);
+        [if has_wide_rows { 128 } else { 64 }, self.tile()[1]]
     }
 
     /// Rows per tile of `forward_decode`: one MMA tile.
@@ -207,6 +225,7 @@ impl Variant {
         match self.family {
             Family::General if GENERAL_KERNELS.contains(&kernel) => THREADS,
             Family::General => 128,
+            Family::Mfma => 256,
             _ => 128 * (1 + self.consumers() as u32),
         }
     }
@@ -276,6 +295,8 @@ impl Variant {
                 }
                 _ => 0,
             },
+            // two stages: `RowsShape::Storage` of `kernels/matrix_amd.cuh`
+            Family::Mfma => 2 * 64 * if dim < 128 { dim } else { 128 } * 2,
             Family::Warpgroup | Family::WarpgroupEpilogue => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
                 tiles + 2 * 16 + 12 * 8
@@ -319,12 +340,11 @@ impl Variant {
         }
     }
 
-    /// Names of its kernels that need no matrix instructions: those of AMD GPUs.
-    pub(crate) const PLAIN_KERNELS: [&str; 15] = GENERAL_KERNELS;
-
-    /// Names of its kernels.
-    pub fn kernels(self) -> Vec<&'static str> {
+    /// Names of its kernels, of GPUs of NVIDIA or AMD.
+    pub fn kernels(self, api: Api) -> Vec<&'static str> {
         match self.family {
+            Family::General if api == Api::Hip => GENERAL_KERNELS.to_vec(),
+            Family::Mfma => vec![MATRIX_KERNELS[0]],
             Family::Warpgroup | Family::WarpgroupEpilogue => vec![self.forward_on_warpgroups()],
             Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => {
@@ -347,7 +367,9 @@ impl Variant {
         let define = |name: &str, value: usize| format!("-DANNULUS_{name}={value}");
         let mut options =
             vec![define("DTYPE", dtype), define("TILE", self.tile()[1]), define("DIM", self.dim)];
-        if self.family != Family::General {
+        if self.family == Family::Mfma {
+            options.push("-DANNULUS_MATRIX".into());
+        } else if self.family != Family::General {
             options.push(define("CONSUMERS", self.consumers()));
         }
         if self.family == Family::WarpgroupEpilogue {
@@ -362,6 +384,7 @@ impl std::fmt::Display for Variant {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let family = match self.family {
             Family::General => "",
+            Family::Mfma => " mfma",
             Family::Warpgroup => " warpgroup",
             Family::WarpgroupEpilogue => " warpgroup epilogue",
             Family::WarpgroupBackward => " warpgroup backward",
@@ -387,9 +410,11 @@ pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
 /// GPU features that the kernels for 16-bit elements use. f32 and f64 are the same at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// Scalar multiply-adds: any supported GPU, and the only level of AMD GPUs.
+    /// Scalar multiply-adds: any supported GPU.
     Plain,
-    /// Tensor cores by `mma.sync`, forward and backward: any supported NVIDIA GPU.
+    /// Matrix units. Tensor cores by `mma.sync`, forward and backward: any supported NVIDIA GPU.
+    /// Matrix cores by MFMA, forward: AMD's gfx90a, gfx942 and gfx950, whose backward passes are
+    /// those of [`Level::Plain`].
     Matrix,
     /// Also forward and backward on warpgroups (`wgmma`, TMA): compute capability 9.0 only. What
     /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond
@@ -448,12 +473,14 @@ impl Level {
         if self == Self::Plain {
             return Ok(());
         }
-        let Some(architecture) = device.gpu().architecture() else {
-            return Err(Error::unsupported(what, device.name()));
+        let architecture = match device.gpu() {
+            Gpu::Amd(name) if self == Self::Matrix && has_matrix_cores(name) => return Ok(()),
+            Gpu::Amd(name) => {
+                return Err(Error::unsupported(what, format!("{} ({name})", device.name())));
+            }
+            Gpu::Nvidia(_) if self == Self::Matrix => return Ok(()),
+            Gpu::Nvidia(architecture) => *architecture,
         };
-        if self == Self::Matrix {
-            return Ok(());
-        }
         if !device.has_tensor_maps() {
             return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
         }
@@ -465,6 +492,13 @@ impl Level {
         }
         Ok(())
     }
+}
+
+/// True for the AMD GPUs whose matrix instructions `kernels/primitives_amd.h` uses: `name` is the
+/// full name, such as `gfx90a:sramecc+:xnack-`.
+fn has_matrix_cores(name: &str) -> bool {
+    let target = name.split(':').next().unwrap_or(name);
+    ["gfx90a", "gfx942", "gfx950"].contains(&target)
 }
 
 /// Name of the backend on GPUs of an interface.

@@ -64,7 +64,7 @@ fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Re
     let image = compile(compiler, variant, None, kind, &target)?;
     assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant}");
     let found = kernels(&image.log);
-    let mut names = variant.kernels();
+    let mut names = variant.kernels(Api::Cuda);
     names.sort_unstable();
     assert_eq!(
         found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(),

@@ -1,5 +1,6 @@
-//! Tests on GPU `ANNULUS_DEVICE`, default 0. Ranks are threads, each with its own stream. A missing
-//! GPU is a failure: only `scripts/gpu-check` runs these tests.
+//! Tests on GPU `ANNULUS_DEVICE`, default 0, of NVIDIA, or with `ANNULUS_GPU=hip` of AMD. Ranks are
+//! threads, each with its own stream. A missing GPU is a failure: only `scripts/gpu-check`,
+//! `scripts/gpu-lease` and `scripts/amd-lease` run these tests.
 
 mod common;
 
@@ -15,10 +16,10 @@ use annulus_conformance::{
     Case, Judge, RankSetup, RingSubject, Setting, Subject,
     suite::{self, Poison, Scale, Verdict},
 };
-use annulus_core::{DType, Error, Inputs, Outputs, Result};
+use annulus_core::{DType, Error, Inputs, Outputs, Result, Spec};
 use annulus_cuda::{
-    Cuda, Level, Variant,
-    device::{Architecture, CudaTensor},
+    Cuda, Level, Variant, compile,
+    device::{Architecture, Compiler, CompilerSymbols, CudaTensor, Module},
 };
 use annulus_plan::Layout;
 use half::bf16;
@@ -39,7 +40,11 @@ fn open() -> Result<Cuda> {
     let ordinal = number
         .parse()
         .map_err(|_| Error::invalid("ANNULUS_DEVICE", &number, "the number of a GPU"))?;
-    Cuda::open(ordinal)
+    if is_amd() { Cuda::open_hip(ordinal) } else { Cuda::open(ordinal) }
+}
+
+fn is_amd() -> bool {
+    std::env::var_os("ANNULUS_GPU").is_some_and(|gpu| gpu == "hip")
 }
 
 verdicts! {
@@ -169,6 +174,31 @@ fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
             Err(format!("warpgroups elsewhere than on 9.0: {:?}", other.map(|cuda| cuda.level())))
         }
     }
+}
+
+/// Writes to an address that is not mapped. AMD's driver may end the process, with an abort.
+#[test]
+#[ignore = "ends the process: scripts/amd-lease runs it in one of its own"]
+fn a_fault_of_the_gpu_is_an_error() {
+    #[repr(C)]
+    struct Fill {
+        at: u64,
+        count: u64,
+        value: f64,
+    }
+    let cuda = open().unwrap();
+    let device = cuda.stream().device();
+    let symbols = CompilerSymbols::system(device.api()).unwrap();
+    let compiler = Compiler::with_symbols(symbols, None).unwrap();
+    let variant = Variant::of(&Spec::new(Dims::new(1, 8, 1, 64), DType::F32)).unwrap();
+    let (kind, target) = compiler.target(device.gpu()).unwrap();
+    let image = compile(&compiler, variant, None, kind, &target).unwrap();
+    let fill = Module::load(device, &image).unwrap().kernel("fill_sums").unwrap();
+    let nowhere = Fill { at: 1 << 46, count: 1, value: 1.0 };
+    // SAFETY: the address is not that of any object of this process.
+    unsafe { fill.launch(cuda.stream(), [1, 1, 1], 256, &nowhere) }.unwrap();
+    let error = cuda.stream().synchronize(Duration::from_secs(20)).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
 }
 
 #[test]

@@ -172,13 +172,15 @@ unsafe extern "C" fn compile(
 }
 
 impl EmulatedProgram {
-    /// Compiles the library, once per process: its contents do not depend on the architecture.
+    /// Compiles the library, once per process and target of AMD: its contents do not depend on an
+    /// architecture of NVIDIA.
     fn compile(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
         type Libraries = HashMap<Vec<String>, Arc<Mutex<Option<Vec<u8>>>>>;
         static LIBRARIES: OnceLock<Mutex<Libraries>> = OnceLock::new();
-        let defines = options.iter().filter(|option| option.starts_with("-D")).cloned();
+        let defines = defines(options);
         let texts = self.headers.iter().flat_map(|(name, text)| [name.clone(), text.clone()]);
-        let key = [self.name.clone(), self.source.clone()].into_iter().chain(texts).chain(defines);
+        let key = [self.name.clone(), self.source.clone()].into_iter().chain(texts);
+        let key = key.chain(defines.iter().cloned());
         let library = Arc::clone(
             lock(LIBRARIES.get_or_init(Mutex::default)).entry(key.collect()).or_default(),
         );
@@ -186,11 +188,11 @@ impl EmulatedProgram {
         if let Some(library) = &*library {
             return Ok(library.clone());
         }
-        Ok(library.insert(self.compile_uncached(options)?).clone())
+        Ok(library.insert(self.compile_uncached(&defines)?).clone())
     }
 
     /// Compiles the library; an error is g++'s output.
-    fn compile_uncached(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
+    fn compile_uncached(&self, defines: &[String]) -> Result<Vec<u8>, Vec<u8>> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let name = format!(
             "annulus-emulator-{}-{}",
@@ -223,7 +225,7 @@ impl EmulatedProgram {
         }
         // fibers jump between stacks, which the fortified longjmp rejects
         gcc.args(["-U_FORTIFY_SOURCE", "-DANNULUS_EMULATED"]);
-        gcc.args(options.iter().filter(|option| option.starts_with("-D")));
+        gcc.args(defines);
         gcc.args(["-x", "c++"]).arg(folder.0.join(&self.name)).arg("-o").arg(&library);
         let output = gcc.output().map_err(|error| format!("g++: {error}").into_bytes())?;
         if output.status.success() {
@@ -232,6 +234,14 @@ impl EmulatedProgram {
             Err(output.stderr)
         }
     }
+}
+
+/// Returns the definitions of `options`, and those of the compiler for a target of AMD:
+/// `ANNULUS_AMD`, `__gfx942__`.
+fn defines(options: &[String]) -> Vec<String> {
+    let target = options.iter().find_map(|option| option.strip_prefix("--gpu-architecture=gfx"));
+    let target = target.map(|name| format!("-D__gfx{}__", name.split(':').next().unwrap_or(name)));
+    options.iter().filter(|option| option.starts_with("-D")).cloned().chain(target).collect()
 }
 
 /// A folder that is removed on drop.

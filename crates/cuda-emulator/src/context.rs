@@ -119,6 +119,10 @@ pub fn set_seed(ordinal: usize, seed: u64) {
 /// late as possible. Reveals a missing wait for what else a kernel reads.
 pub const EARLY_COPIES: u32 = 1 << 16;
 
+/// Added to a planted mistake: shuffles are exchanges of whole waves. Reveals a lane that is missing
+/// in a shuffle, also where a GPU would not need it. Mirrored in `primitives_host.h`.
+pub const WHOLE_WAVES: u32 = 1 << 17;
+
 /// Plants a mistake in later launches on device `ordinal`, by its number: `planted(number)` of
 /// `primitives_host.h` is true, which tests put into the kernels' text. 0: none.
 pub fn plant(ordinal: usize, mistake: u32) {

@@ -1,7 +1,7 @@
 //! Emulated driver functions. Every handle is the address of an object that its own function frees.
 
 use std::{
-    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
     process, ptr,
     sync::{
         Arc, Mutex,
@@ -73,19 +73,25 @@ pub fn hopper_symbols() -> Symbols {
     Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
-/// Returns the emulated driver as HIP's, with devices like one die of an MI300X.
-pub fn hip_symbols() -> Symbols {
+/// Returns the emulated driver as HIP's, with devices of a target: `hip_symbols::<0x942>()` are like
+/// one die of an MI300X.
+pub fn hip_symbols<const TARGET: u32>() -> Symbols {
     Symbols {
         api: Api::Hip,
-        architecture_name: Some(architecture_name),
+        architecture_name: Some(architecture_name::<TARGET>),
         tensor_map: None,
         ..symbols()
     }
 }
 
-unsafe extern "C" fn architecture_name(to: *mut c_char, len: c_int, _: CUdevice) -> Status {
+unsafe extern "C" fn architecture_name<const TARGET: u32>(
+    to: *mut c_char,
+    len: c_int,
+    _: CUdevice,
+) -> Status {
+    let name = CString::new(format!("gfx{TARGET:x}:sramecc+:xnack-")).unwrap_or_default();
     // SAFETY: as the caller guarantees.
-    unsafe { write_text(c"gfx942:sramecc+:xnack-", to, len) }
+    unsafe { write_text(&name, to, len) }
 }
 
 /// Refuses calls in a forked child of the process that called first, as the driver does.

@@ -15,8 +15,9 @@
 //! * **Compute capability 9.0** (`memory.rs`, the `hopper_` tables): tensor maps in the emulator's
 //!   own layout, decoded by `warpgroup_host.h` of the kernels, where TMA, wgmma and mbarriers
 //!   complete as late as the rules allow.
-//! * **HIP** (the `hip_` tables): the same device, whose kernels are compiled with `ANNULUS_AMD`;
-//!   waves of 64 threads run together.
+//! * **HIP** (the `hip_` tables): the same device, whose kernels are compiled with `ANNULUS_AMD` and
+//!   the macro of their target; waves of 64 threads run together, MFMA has the layouts and roundings
+//!   of the target, and shared memory is that of a compute unit.
 //! * **Failure** (`context.rs`): a failed device returns its error from every later call, like
 //!   CUDA.
 //!
@@ -33,8 +34,8 @@ mod work;
 
 pub use compiler::{compiler_symbols, hip_compiler_symbols, hopper_compiler_symbols};
 pub use context::{
-    DEFAULT_SEED, DEVICES, EARLY_COPIES, allocations, blocks, bytes_to_device, clear_counts,
-    deadlocks, device_copies, most_bytes, plant, set_seed,
+    DEFAULT_SEED, DEVICES, EARLY_COPIES, WHOLE_WAVES, allocations, blocks, bytes_to_device,
+    clear_counts, deadlocks, device_copies, most_bytes, plant, set_seed,
 };
 pub use functions::{hip_symbols, hopper_symbols, symbols};
 #[cfg(target_os = "linux")]

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use annulus_conformance::{
-    Setting,
+    Case, Draw, Masks, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{Backend, DType, Dims, Result, Spec};
+use annulus_core::{Backend, BackwardMode, DType, Dims, Dropout, Result, Spec};
 use annulus_cuda::{
     Cuda, Level,
     device::{Api, Architecture, Compiler, Device, Gpu, Stream},
@@ -16,46 +16,195 @@ use annulus_plan::Layout;
 
 use crate::{
     common::{staged, verdicts, wide},
-    support::{cache, next_device},
+    matrix_backward::{dims, large_scores, non_finite_elements_reach_visible_pairs, passes_hold},
+    mistakes::Planted,
+    support::{
+        SCORE_OPTIONS, blocks, cache, every_feature, masked_rows_change_no_bit, next_device,
+        orders_change_no_bit,
+    },
 };
 
-fn hip() -> Result<Cuda> {
-    let device = Device::with_symbols(emulator::hip_symbols(), next_device())?;
+/// Opens device `ordinal`, of a target such as 0x942, at its highest level.
+fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
+    let device = Device::with_symbols(emulator::hip_symbols::<TARGET>(), ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hip_compiler_symbols(), Some(cache()))?;
     Ok(Cuda::on(Stream::new(&device)?, compiler))
 }
 
-fn subject() -> impl annulus_conformance::Subject {
-    staged("emulated hip", Duration::ZERO, hip)
+/// As [`hip_on`], with a planted mistake.
+pub(crate) fn planted_on<const TARGET: u32>(ordinal: usize, planted: Planted) -> Result<Cuda> {
+    planted.plant(ordinal);
+    Ok(hip_on::<TARGET>(ordinal)?.edited(planted.edit()))
+}
+
+/// Devices at level plain.
+fn plain() -> impl Subject {
+    staged("emulated hip", Duration::ZERO, || {
+        hip_on::<0x1100>(next_device())?.at_level(Level::Plain)
+    })
+}
+
+/// Devices of a target at level matrix. Shuffles are exchanges of whole waves.
+fn matrix<const TARGET: u32>() -> impl Subject {
+    staged("emulated matrix cores", Duration::ZERO, || {
+        let ordinal = next_device();
+        emulator::plant(ordinal, emulator::WHOLE_WAVES);
+        hip_on::<TARGET>(ordinal)?.at_level(Level::Matrix)
+    })
 }
 
 verdicts! {
-    random_cases_hold_as_hip: suite::random_cases(&subject(), 300..312);
-    a_sample_of_the_matrix_holds_as_hip: suite::matrix(&subject(), Scale::OneIn(41));
+    random_cases_hold_as_hip: suite::random_cases(&plain(), 300..312);
+    random_cases_hold_on_matrix_cores: suite::random_cases(&matrix::<0x942>(), 300..312);
+    a_sample_of_the_matrix_holds_as_hip: suite::matrix(&plain(), Scale::OneIn(41));
+    a_sample_of_the_matrix_holds_on_matrix_cores:
+        suite::matrix(&matrix::<0x90a>(), Scale::OneIn(41));
     a_visible_nan_does_not_depend_on_the_ranks_as_hip: suite::nonfinite_on(
-        &subject(),
+        &plain(),
         Poison::NanAndInfinities,
         DType::F32,
         &[Setting::ALONE, Setting::new(3, Layout::Zigzag)],
     );
-    wide_heads_of_f64_hold_as_hip: wide(&subject(), DType::F64, 256, true, true);
-    wide_heads_of_bf16_hold_as_hip: wide(&subject(), DType::Bf16, 128, true, false);
+    a_visible_nan_does_not_depend_on_the_ranks_on_matrix_cores: suite::nonfinite_on(
+        &matrix::<0x942>(),
+        Poison::NanAndInfinities,
+        DType::F16,
+        &[Setting::ALONE, Setting::new(3, Layout::Zigzag)],
+    );
+    wide_heads_of_f64_hold_as_hip: wide(&plain(), DType::F64, 256, true, true);
+    wide_heads_of_bf16_hold_as_hip: wide(&plain(), DType::Bf16, 128, true, false);
 }
 
 #[test]
-fn amd_gpus_have_level_plain_only() {
-    let hip = hip().unwrap();
+fn every_dim_type_and_target_holds_on_matrix_cores() {
+    let one = BackwardMode::OnePass;
+    passes_hold(
+        &matrix::<0x942>(),
+        dims,
+        &[
+            (DType::Bf16, 64, false, one, 1),
+            (DType::F16, 64, true, one, 2),
+            (DType::F16, 128, false, one, 2),
+            (DType::Bf16, 128, true, one, 1),
+            (DType::F16, 256, true, one, 1),
+            // rows that cannot be loaded 16 bytes at a time
+            (DType::Bf16, 71, false, one, 1),
+        ],
+    );
+    let few = [(DType::F16, 64, true, one, 1), (DType::Bf16, 128, false, one, 1)];
+    passes_hold(&matrix::<0x90a>(), dims, &few);
+    passes_hold(&matrix::<0x950>(), dims, &few);
+}
+
+#[test]
+fn options_hold_on_matrix_cores() {
+    for (name, change) in &SCORE_OPTIONS {
+        let mut spec = Spec::new(dims(72), DType::F64);
+        change(&mut spec);
+        let masks = Masks { window: Some([Some(170), Some(90)]), ..Masks::default() };
+        let case = Case::new(*name, spec, masks, &mut Draw::new(3)).in_dtype(DType::F16);
+        suite::answer(&matrix::<0x90a>(), &case, &Setting::ALONE)
+            .unwrap_or_else(|wrong| panic!("{name}: {wrong}"));
+    }
+    // a bias, slope, sinks and dropout of every head; several heads in a tile; ranges of keys
+    for (q_len, kv_len) in [(70, 150), (5, 700)] {
+        let dims = Dims { kv_len, kv_heads: 2, ..Dims::new(2, q_len, 6, 80) };
+        let causal = Masks { causal: true, ..Masks::default() };
+        let case = every_feature(dims, causal, DType::Bf16);
+        suite::answer(&matrix::<0x942>(), &case, &Setting::ALONE)
+            .unwrap_or_else(|wrong| panic!("{q_len} queries: {wrong}"));
+    }
+    for causal in [false, true] {
+        suite::answer(&matrix::<0x942>(), &large_scores(dims(64), causal), &Setting::ALONE)
+            .unwrap();
+    }
+}
+
+#[test]
+fn masked_elements_that_are_not_finite_change_nothing_on_matrix_cores() {
+    for dim in [64, 128] {
+        masked_rows_change_no_bit(&matrix::<0x942>(), DType::F16, [300, dim]).unwrap();
+        let spec = Spec::new(Dims { kv_len: 300, ..dims(dim) }, DType::F64);
+        non_finite_elements_reach_visible_pairs(&matrix::<0x942>(), spec);
+    }
+}
+
+#[test]
+fn the_order_of_threads_changes_no_bit_on_matrix_cores() {
+    let masks = Masks { causal: true, ..Masks::default() };
+    let spec = Spec::new(dims(128), DType::F64);
+    let case = Case::new("orders", spec, masks, &mut Draw::new(3)).in_dtype(DType::F16);
+    orders_change_no_bit(matrix::<0x942>, &case, 31..34);
+}
+
+#[test]
+fn small_probabilities_of_f16_count_where_subnormal_numbers_are_flushed() {
+    // 4096 keys have probabilities of 2⁻¹², which is normal; with a key that has a hundred times
+    // their weight, of about 2⁻¹⁹ each, which is not
+    let dims = Dims { kv_len: 4096, ..Dims::new(1, 16, 1, 64) };
+    let mut case =
+        Case::new("small", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(3));
+    case.spec.scale = 1.0;
+    case.q.fill(0.25);
+    case.k.fill(0.0);
+    // a score of 13: e¹³ is 108 times the weight of all others
+    case.k.index_axis_mut(ndarray::Axis(1), 7).fill(13.0 / 16.0);
+    case.v.fill(1.0);
+    case.v.index_axis_mut(ndarray::Axis(1), 7).fill(0.0);
+    let case = case.in_dtype(DType::F16);
+    for subject in [&matrix::<0x90a>() as &dyn Subject, &matrix::<0x942>()] {
+        let answer = suite::run(subject, &case, &Setting::ALONE).expect("an answer");
+        let want = 4095.0 / (4095.0 + 13f64.exp());
+        let got = answer.out[[0, 3, 0, 5]];
+        assert!((got - want).abs() < 0.01 * want, "{got}, not {want}");
+    }
+}
+
+#[test]
+fn level_matrix_serves_forward_of_16_bit_elements_on_cdna_gpus() {
+    let open = |ordinal| hip_on::<0x942>(ordinal);
+    let hip = open(next_device()).unwrap();
     assert_eq!(
         hip.to_string(),
-        "emulated GPU, gfx942:sramecc+:xnack-, hipRTC 0, HIP 0, level plain"
+        "emulated GPU, gfx942:sramecc+:xnack-, hipRTC 0, HIP 0, level matrix"
     );
-    let error = hip.clone().at_level(Level::Matrix).unwrap_err();
-    assert_eq!(error.to_string(), "hip level matrix is not supported by emulated GPU");
+    let error = hip_on::<0x1100>(next_device()).unwrap().at_level(Level::Matrix).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "hip level matrix is not supported by emulated GPU (gfx1100:sramecc+:xnack-)"
+    );
+    let error = hip.clone().at_level(Level::Warpgroup).unwrap_err();
+    assert!(error.to_string().starts_with("hip level warpgroup is not supported"), "{error}");
+
+    // what it does not serve is computed at level plain, chosen with the plan
+    let variant = |change: fn(&mut Spec), dtype| {
+        let mut spec = Spec::new(Dims::new(1, 8, 2, 64), dtype);
+        change(&mut spec);
+        hip.forward_variant(&spec).unwrap().to_string()
+    };
+    let dropped = |spec: &mut Spec| spec.dropout = Some(Dropout { probability: 0.98, seed: 1 });
+    assert_eq!(variant(|_| (), DType::F16), "f16 64 mfma");
+    assert_eq!(variant(|_| (), DType::F32), "f32 64");
+    assert_eq!(variant(|spec| spec.normalize = false, DType::Bf16), "bf16 64");
+    assert_eq!(variant(dropped, DType::F16), "f16 64");
+    assert_eq!(variant(dropped, DType::Bf16), "bf16 64 mfma");
+    let kernels = ["forward_matrix", "forward", "backward_queries"];
+    let case = |dtype| {
+        let spec = Spec::new(Dims::new(1, 130, 2, 64), DType::F64);
+        Case::new("kernels", spec, Masks::default(), &mut Draw::new(3)).in_dtype(dtype)
+    };
+    let launched = |dtype| blocks(&case(dtype), &Setting::ALONE, kernels, open).unwrap();
+    assert_eq!(launched(DType::Bf16), [4, 0, 6]);
+    assert_eq!(launched(DType::F32), [0, 6, 6]);
+}
+
+#[test]
+fn compilers_serve_gpus_of_their_own_interface() {
+    let hip = hip_on::<0x942>(next_device()).unwrap();
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F16);
     let capabilities = hip.capabilities(&spec).unwrap();
     assert_eq!(capabilities.name, "hip");
     assert!(capabilities.numerics_id.starts_with("hip, hipRTC"), "{}", capabilities.numerics_id);
-    // a compiler of the other interface
     let nvrtc = Compiler::with_symbols(emulator::compiler_symbols(), None).unwrap();
     let error = nvrtc.target(&Gpu::Amd("gfx90a".into())).unwrap_err();
     assert_eq!(error.to_string(), "gfx90a is not supported by NVRTC 0.0");

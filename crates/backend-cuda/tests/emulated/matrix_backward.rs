@@ -12,7 +12,7 @@ use ndarray::{Array4, Axis, s};
 use crate::support::{SCORE_OPTIONS, masked_rows_change_no_bit, orders_change_no_bit, plain};
 
 /// One batch row, heads 2 : 1, and several tiles of both sides, the last ones ragged.
-fn dims(dim: usize) -> Dims {
+pub(crate) fn dims(dim: usize) -> Dims {
     Dims { kv_len: 230, kv_heads: 1, value_dim: dim / 2 + 20, ..Dims::new(1, 300, 2, dim) }
 }
 

@@ -245,7 +245,7 @@ fn hip_is_found_in_the_libraries_of_rocm_5_and_6_and_what_is_missing_is_named() 
     let machine = with(Machine::new("hip_6"), "libamdhip64.so.6", &driver, &six);
     machine.lacks_for("hip", &this_machine("no run-time compiler (libhiprtc.so was not found)"));
     let machine = with(machine, "libhiprtc.so.6", &compiler, &six);
-    machine.prints("hip", "X, gfx942:sramecc+:xnack-, hipRTC 9, HIP 60342134, level plain");
+    machine.prints("hip", "X, gfx942:sramecc+:xnack-, hipRTC 9, HIP 60342134, level matrix");
     machine
         .run("bench --backend hip --device 1 --ns 8")
         .failed(1, &["device: got 1", "a GPU's number, below 1"]);
@@ -253,7 +253,7 @@ fn hip_is_found_in_the_libraries_of_rocm_5_and_6_and_what_is_missing_is_named() 
     let five = hip_driver("hipGetDeviceProperties", 396, "gfx90a:sramecc+:xnack-");
     let all = named(|name| name != "hipGetDevicePropertiesR0600");
     let machine = with(Machine::new("hip_5"), "libamdhip64.so.5", &all, &five);
-    machine.prints("hip", "X, gfx90a:sramecc+:xnack-, hipRTC 9, HIP 60342134, level plain");
+    machine.prints("hip", "X, gfx90a:sramecc+:xnack-, hipRTC 9, HIP 60342134, level matrix");
     Machine::new("hip_none")
         .lacks_for("hip", &this_machine("no driver (libamdhip64.so was not found)"));
     let without_launch: Vec<String> =

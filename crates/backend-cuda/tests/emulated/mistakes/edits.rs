@@ -101,7 +101,7 @@ mod tests {
     use std::{collections::BTreeSet, fs, path::PathBuf};
 
     use super::{
-        super::{FAILED, GENERAL, Of, WARPGROUP},
+        super::{FAILED, GENERAL, MFMA, Of, WARPGROUP},
         *,
     };
 
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn the_kernels_have_the_texts_of_all_edits_and_no_line_for_tests() {
         let files = files();
-        for family in [&WARPGROUP, &GENERAL] {
+        for family in [&WARPGROUP, &GENERAL, &MFMA] {
             let edited: BTreeSet<&str> =
                 family.mistakes().flat_map(|mistake| mistake.edits).map(|edit| edit.file).collect();
             for name in edited {

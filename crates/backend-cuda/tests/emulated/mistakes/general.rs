@@ -25,10 +25,10 @@ const DKV: &str = "backward_keys_matrix.cuh";
 const MERGE_KERNEL: &str = "merge_splits.cuh";
 
 /// Orders of threads in which a mistake may show: mistakes that are races do not fail in every one.
-const ORDERS: Range<u64> = 0..16;
+pub(super) const ORDERS: Range<u64> = 0..16;
 
 /// A causal case of several tiles.
-fn causal(dtype: DType, [head_dim, value_dim]: [usize; 2]) -> Case {
+pub(super) fn causal(dtype: DType, [head_dim, value_dim]: [usize; 2]) -> Case {
     let dims =
         Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim, value_dim };
     let masks = Masks { causal: true, ..Masks::default() };
@@ -157,13 +157,13 @@ pub(super) static FORWARD: Table = Table {
                 "cp_async_wait<depth - 2 + (pass == FORWARD)>();";
         Stages: "queries that belong to a later group of copies", "out[" =>
             FORWARD_KERNEL: "if (tiles.more())
-        load_query_rows<Shape>(memory.queries,
+        load_query_rows<Shape>(queries_of_tile,
                                operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query,
                                a);
     stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
                  if (tiles.more())
-                     load_query_rows<Shape>(memory.queries,
+                     load_query_rows<Shape>(queries_of_tile,
                                             operand_of(a.q, b, first_head, a.queries, a.head_dim),
                                             first_query, a);";
         FewPairs: "mask off by one", "out[" =>

@@ -25,6 +25,7 @@ macro_rules! mistakes {
 
 mod edits;
 mod general;
+mod mfma;
 mod warpgroup;
 
 use annulus_cuda::SourceEdit;
@@ -198,10 +199,14 @@ family! { GENERAL:
     mistakes_in_the_merge_are_caught => general::MERGE,
 }
 
+family! { MFMA:
+    mistakes_in_forward_on_matrix_cores_are_caught => mfma::FORWARD,
+}
+
 /// A mistake of a table without a check for it would be compiled in, and never run.
 #[test]
 fn every_mistake_has_a_check() {
-    for table in [&WARPGROUP, &GENERAL].into_iter().flat_map(|family| family.tables) {
+    for table in [&WARPGROUP, &GENERAL, &MFMA].into_iter().flat_map(|family| family.tables) {
         for mistake in table.mistakes {
             let is_checked = table.checks.iter().any(|check| (check.sign)(mistake).is_some());
             assert!(is_checked && !mistake.edits.is_empty(), "{}", mistake.what);
