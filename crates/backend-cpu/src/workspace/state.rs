@@ -15,9 +15,9 @@
 //! * if the rank has up to [`KeptQueries::MAX_ROWS`] queries and a forward pass attends to several
 //!   blocks, head_dim numbers per query and head: packed queries, allocated in the first such pass.
 //!
-//! K and V are never copied whole, nor is a longer Q. The size depends neither on the thread count
-//! nor on the mask: a new batch only changes the order of the query blocks and how many of them
-//! form a task.
+//! K and V are never copied whole, nor is a longer Q, except one head at a time under sparse masks,
+//! whose pairs are listed (`gather/`). Else the size depends neither on the thread count nor on the
+//! mask: a new batch only changes the order of the query blocks and how many of them form a task.
 
 use std::sync::{Arc, Mutex};
 
