@@ -46,8 +46,13 @@ pub fn dense_twin(case: &Case) -> Case {
     twin
 }
 
-/// Runs random cases with random lists on random settings, all drawn from the seed.
-pub fn key_lists(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Verdict {
+/// Runs random cases with random lists on random settings, all drawn from the seed; on several ranks
+/// with one of the backward `modes`.
+pub fn key_lists(
+    subject: &dyn Subject,
+    modes: &[BackwardMode],
+    seeds: impl Iterator<Item = u64>,
+) -> Verdict {
     for seed in seeds {
         let draw = &mut Draw::new(seed ^ 0x5eed);
         let mut case = Case::random(seed).in_dtype(draw.pick(subject.dtypes()));
@@ -62,6 +67,9 @@ pub fn key_lists(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Ver
         let ranks = draw.pick(&[1, 2, 3, 5, 8]);
         let mut setting = random_setting(&case, ranks, draw);
         setting.route = None;
+        if ranks > 1 {
+            case.spec.backward = draw.pick(modes);
+        }
         case.name = format!("lists of [{batches}, {groups}] with {}", case.name);
         examine(subject, &judge(&dense_twin(&case))?, &case, &setting)?;
     }
