@@ -125,8 +125,8 @@ impl WgpuDevices {
     }
 }
 
-/// GPUs of NVIDIA or of AMD of this process, each opened when its first rank needs it. Ranks on one GPU share
-/// its stream and its kernels.
+/// GPUs of NVIDIA or of AMD of this process, each opened when its first rank needs it. Ranks on one
+/// GPU share its stream and its kernels.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
 pub struct CudaDevices {
@@ -222,8 +222,8 @@ pub fn cuda_rank_over_nccl<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(nccl)))
 }
 
-/// Creates a rank on a GPU over MPI. Returns true beside it if MPI reads and writes device
-/// memory; [`annulus_comm::mpi::GpuAwareness`] decides that, except on AMD GPUs, whose blocks are staged.
+/// Creates a rank on a GPU over MPI. Returns true beside it if MPI reads and writes device memory;
+/// [`annulus_comm::mpi::GpuAwareness`] decides that, except on AMD GPUs, whose blocks are staged.
 ///
 /// # Errors
 /// As [`annulus_comm::mpi::DeviceMpi::new`] and [`annulus_comm::mpi::GpuAwareness::decides`].

@@ -4,7 +4,7 @@
 //!
 //! | folder | role |
 //! |---|---|
-//! | `backend.rs`, `pass.rs` | the seam: [`annulus_core::Backend`], its passes, fingerprint of the arithmetic |
+//! | `backend.rs`, `pass.rs` | [`annulus_core::Backend`], its passes, fingerprint of the arithmetic |
 //! | `backward/` | prologue, dq pass, dkv pass, fused pass, epilogue |
 //! | `decode/` | split-KV decode of few queries |
 //! | `forward/` | forward pass tile by tile, epilogue |

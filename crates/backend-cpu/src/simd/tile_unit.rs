@@ -16,8 +16,8 @@ pub(crate) enum TileUnit {
     Emulated,
 }
 
-/// Returns whether this process can use the AMX of its processor, or why not; `None` if the processor
-/// has no AMX with bf16.
+/// Returns whether this process can use the AMX of its processor, or why not; `None` if the
+/// processor has no AMX with bf16.
 ///
 /// The first call on such a processor asks Linux for the permission, which the process and its later
 /// threads keep. It enlarges signal frames to about 12 KB, so that an alternative signal stack of 8

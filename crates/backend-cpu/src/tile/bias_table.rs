@@ -168,8 +168,8 @@ impl Diagonals {
 /// rows whose shift rows − 1 − r is b modulo the width of a vector:  lines[b] += whole vectors
 /// diagonal t = Σ_b lines[b][t − b]
 /// ```
-/// Rows that are added to one line would each wait for the row before, because a load that overlaps two
-/// recent stores waits for both.
+/// Rows that are added to one line would each wait for the row before, because a load that overlaps
+/// two recent stores waits for both.
 struct DiagonalSums<'a, A> {
     tile: &'a [A],
     rows: usize,
