@@ -50,7 +50,8 @@ pub(crate) fn begin<E: TileInput>(
     if let Some(lists) = shard.key_lists.as_deref().filter(|lists| lists.bias().is_some()) {
         memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
         list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
-        if needs_tiles::<Acc<E>>(shard) {
+        // rows are gathered in one pass only
+        if mode == BackwardMode::TwoPass || needs_tiles::<Acc<E>>(shard) {
             let listed = ListedKeys::new(lists, shard.spec.dims.q_heads);
             *tile_list_bias = Some(ListBiasSums::new(listed, &shard.spec)?);
         }

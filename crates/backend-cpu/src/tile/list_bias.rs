@@ -39,13 +39,13 @@ impl<'a> ListBias<'a> {
         keys: &Rows,
         mut each: impl FnMut(usize, usize),
     ) {
-        let pairs: QueryKeyPairs = coord.pairs(tile_mask.rows());
+        let QueryKeyPairs { queries, keys: tile_keys } = coord.pairs(tile_mask.rows());
         let rows = &keys.rows()[coord.keys.clone()];
-        for query in pairs.queries {
+        for query in queries {
             let q = coord.queries.start + query;
             let entries = self.listed.entries(coord.batch, coord.head, q);
             let list = &self.listed.lists.keys()[entries.clone()];
-            for key in pairs.keys.clone() {
+            for key in tile_keys.clone() {
                 let (row, lane) = coord.row_and_lane(query, key);
                 if !tile_mask.visible(row, lane) {
                     continue;

@@ -330,8 +330,7 @@ pub(crate) struct LaneMaxima<'a, A> {
 /// Biases of the rows of a tile.
 enum BiasRows<'a, A> {
     Tile(&'a [A]),
-    /// One for each diagonal: those of the last row are first, those of the row before it begin at
-    /// the second element, and so on.
+    /// One for each diagonal: row r, of n rows, has its biases from element n − 1 − r on.
     Diagonals(&'a [A]),
 }
 
