@@ -3,8 +3,8 @@
 //!
 //! | engine | strategies | tensors |
 //! |---|---|---|
-//! | [`Engine`] | all | in host memory |
-//! | [`DeviceRing`] | the ring | in the memory of the backend |
+//! | [`Ring`] | the ring | in host memory, or in the memory of the backend |
+//! | [`HeadsRing`] | grids | in host memory |
 //!
 //! Programs that use plans (the command, C, Python) are therefore compiled once, not once for each
 //! backend. A pass makes one virtual call.
@@ -35,8 +35,6 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn list_bias_gradient(&self) -> Option<Vec<f64>>;
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
-    /// Returns the strategy that was given or, of [`Strategy::Auto`], chosen.
-    fn given_strategy(&self) -> Strategy;
     fn on_step(&mut self, hook: StepHook);
     fn update(&mut self, batch: &Batch) -> Result<()>;
     fn forward(
@@ -113,277 +111,126 @@ fn figures_of_ring<B: Backend>(ring: &Ring<B>) -> RankFigures {
     }
 }
 
-/// Returns the properties of a grid; those that it does not have itself are of its inner ring.
-fn facts_of_grid<B: Backend<Space: HostTensors>>(grid: &HeadsRing<B>) -> RankFacts<'_> {
-    RankFacts {
-        rank: grid.rank(),
-        ranks: grid.ranks(),
-        spec: grid.spec(),
-        layout: grid.layout(),
-        route: grid.route(),
-        strategy: grid.strategy(),
-        any_thread: grid.any_thread(),
-        has_out_residual: grid.has_out_residual(),
-        ring_index: grid.ring_index(),
-        q_rows: grid.q_rows(),
-        kv_rows: grid.kv_rows(),
-        ..facts_of_ring(grid.ring())
-    }
-}
-
-/// A ring whose tensors are in the memory of its backend.
-pub(crate) struct DeviceRing<B: Backend> {
-    ring: Ring<B>,
-    strategy: Strategy,
-}
-
-impl<B: Backend> DeviceRing<B> {
-    /// Plans on this rank of `transport`. The only strategy is the ring.
-    ///
-    /// # Ordering
-    /// Collective.
-    pub(crate) fn new(
-        backend: B,
-        transport: Box<dyn Transport<B::Space>>,
-        spec: Result<Spec>,
-        options: RingOptions,
-        division: &Division,
-    ) -> Result<Self> {
-        let strategy = division.given_strategy();
-        let ranks = transport.ranks();
-        let form = spec.and_then(|spec| {
-            HeadGrid::of(&spec.dims, ranks, strategy)?;
-            Ok((strategy.on_ranks(ranks), spec))
-        });
-        let spec = match form {
-            Ok((Strategy::Ring | Strategy::Auto, spec)) => Ok(spec),
-            Err(error) => Err(error),
-            // it enters the agreement of the ring
-            Ok(_) => {
-                Err(Error::unsupported(format!("strategy {strategy}"), "tensors in device memory"))
-            }
-        };
-        // there is no other to choose from
-        let strategy = if strategy == Strategy::Auto { Strategy::Ring } else { strategy };
-        let ring = Ring::new(backend, transport, spec, options);
-        Ok(Self { ring: ring.map_err(|error| of_strategy(error, division))?, strategy })
-    }
-}
-
-impl<B: Backend> fmt::Debug for DeviceRing<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.ring, f)
-    }
-}
-
-impl<B: Backend> fmt::Display for DeviceRing<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(&self.ring, f)
-    }
-}
-
-impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
+impl<S: Space, B: Backend> RankEngine<S> for Ring<B>
+where
+    B::Space: for<'a> Space<View<'a> = S::View<'a>, ViewMut<'a> = S::ViewMut<'a>>,
+{
     fn facts(&self) -> RankFacts<'_> {
-        facts_of_ring(&self.ring)
+        facts_of_ring(self)
     }
 
     fn figures(&self) -> RankFigures {
-        figures_of_ring(&self.ring)
+        figures_of_ring(self)
     }
 
     fn schedule(&self) -> Schedule {
-        self.ring.schedule()
+        self.schedule()
     }
 
     fn list_bias_gradient(&self) -> Option<Vec<f64>> {
-        self.ring.list_bias_gradient()
+        self.list_bias_gradient()
     }
 
     fn work(&self) -> (Work, usize) {
-        (self.ring.work(), self.facts().ring_index)
+        (self.work(), facts_of_ring(self).ring_index)
     }
 
     fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        self.ring.bytes_predicted(pass)
-    }
-
-    fn given_strategy(&self) -> Strategy {
-        self.strategy
+        self.bytes_predicted(pass)
     }
 
     fn on_step(&mut self, hook: StepHook) {
-        self.ring.on_step(hook);
+        self.on_step(hook);
     }
 
     fn update(&mut self, batch: &Batch) -> Result<()> {
-        self.ring.update(batch)
+        self.update(batch)
     }
 
     fn forward(
         &mut self,
-        inputs: Inputs<View<'_, B::Space>>,
-        outputs: &mut Outputs<ViewMut<'_, B::Space>>,
+        inputs: Inputs<View<'_, S>>,
+        outputs: &mut Outputs<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.ring.forward(&inputs, outputs)
+        self.forward(&inputs, outputs)
     }
 
     fn backward(
         &mut self,
-        inputs: BackwardInputs<View<'_, B::Space>>,
-        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
+        inputs: BackwardInputs<View<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.ring.backward(&inputs, gradients)
+        self.backward(&inputs, gradients)
     }
 
     fn jvp(
         &mut self,
-        inputs: TangentInputs<View<'_, B::Space>>,
-        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
+        inputs: TangentInputs<View<'_, S>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.ring.jvp(&inputs, outputs)
+        self.jvp(&inputs, outputs)
     }
 
     fn double_backward(
         &mut self,
-        inputs: TangentInputs<View<'_, B::Space>>,
-        outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
-        gradients: &mut Gradients<ViewMut<'_, B::Space>>,
+        inputs: TangentInputs<View<'_, S>>,
+        outputs: &mut TangentOutputs<ViewMut<'_, S>>,
+        gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.ring.double_backward(&inputs, outputs, gradients)
+        self.double_backward(&inputs, outputs, gradients)
     }
 
     fn refuse(&mut self, why: Error) -> Error {
-        self.ring.refuse(why)
+        self.refuse(why)
     }
 }
 
-/// One rank of a plan under its strategy, of tensors in host memory.
-pub(crate) struct Engine<B: Backend<Space: HostTensors>> {
-    form: Form<B>,
-    strategy: Strategy,
-}
-
-/// The strategy as a ring or a grid.
-enum Form<B: Backend<Space: HostTensors>> {
-    Ring(Box<Ring<B>>),
-    HeadsRing(Box<HeadsRing<B>>),
-}
-
-/// Evaluates an expression for either form.
-macro_rules! either {
-    ($form:expr, $of:ident => $body:expr) => {
-        match $form {
-            Form::Ring($of) => $body,
-            Form::HeadsRing($of) => $body,
-        }
-    };
-}
-
-impl<B: Backend<Space: HostTensors>> Engine<B> {
-    /// Plans on this rank of `transport`.
-    ///
-    /// # Ordering
-    /// Collective.
-    pub(crate) fn new(
-        backend: B,
-        transport: Box<dyn Transport<B::Space>>,
-        spec: Result<Spec>,
-        options: RingOptions,
-        division: &Division,
-    ) -> Result<Self> {
-        let chosen = match division.given_strategy() {
-            Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options, division),
-            fixed => Ok(Chosen { strategy: fixed, route: None }),
-        };
-        // an error enters the agreement of the ring
-        let (chosen, spec) = match (chosen, spec) {
-            (Err(error), Ok(_)) => (Chosen::RING, Err(error)),
-            (chosen, spec) => (chosen.unwrap_or(Chosen::RING), spec),
-        };
-        let strategy = chosen.strategy;
-        // the route of a strategy that is named is among the options
-        let options = match chosen.route {
-            Some(route) => RingOptions {
-                route: Some(route),
-                receive_ahead: options.receive_ahead.or(strategy.receive_ahead()),
-                ..options
-            },
-            None => options,
-        };
-        let ranks = transport.ranks();
-        let grid = spec.as_ref().map(|spec| HeadGrid::of(&spec.dims, ranks, strategy));
-        // a grid of one member is a ring; a wrong one is refused by the other engine
-        let is_ring = match grid {
-            Ok(Ok(Some(grid))) => grid.members() == 1,
-            Ok(Err(_)) => false,
-            _ => strategy.on_ranks(ranks) == Strategy::Ring,
-        };
-        let form = if is_ring {
-            let ring = Ring::new(backend, transport, spec, options);
-            Form::Ring(Box::new(ring.map_err(|error| of_strategy(error, division))?))
-        } else {
-            let engine = HeadsRing::new(backend, transport, spec, options, strategy)?;
-            Form::HeadsRing(Box::new(engine))
-        };
-        Ok(Self { form, strategy })
-    }
-}
-
-impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
+impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
+    /// Properties that a grid does not have itself are those of its inner ring.
     fn facts(&self) -> RankFacts<'_> {
-        match &self.form {
-            Form::Ring(of) => facts_of_ring(of),
-            Form::HeadsRing(of) => facts_of_grid(of),
+        RankFacts {
+            rank: self.rank(),
+            ranks: self.ranks(),
+            spec: self.spec(),
+            layout: self.layout(),
+            route: self.route(),
+            strategy: self.strategy(),
+            any_thread: self.any_thread(),
+            has_out_residual: self.has_out_residual(),
+            ring_index: self.ring_index(),
+            q_rows: self.q_rows(),
+            kv_rows: self.kv_rows(),
+            ..facts_of_ring(self.ring())
         }
     }
 
     fn figures(&self) -> RankFigures {
-        match &self.form {
-            Form::Ring(of) => figures_of_ring(of),
-            Form::HeadsRing(of) => {
-                let buffer_bytes = of.buffer_bytes();
-                RankFigures { buffer_bytes, ..figures_of_ring(of.ring()) }
-            }
-        }
-    }
-
-    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
-        match &self.form {
-            Form::Ring(ring) => ring.list_bias_gradient(),
-            // it has refused the lists
-            Form::HeadsRing(_) => None,
-        }
+        RankFigures { buffer_bytes: self.buffer_bytes(), ..figures_of_ring(self.ring()) }
     }
 
     fn schedule(&self) -> Schedule {
-        match &self.form {
-            Form::Ring(of) => of.schedule(),
-            Form::HeadsRing(of) => of.ring().schedule(),
-        }
+        self.ring().schedule()
+    }
+
+    fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+        // it has refused the lists
+        None
     }
 
     fn work(&self) -> (Work, usize) {
-        let index = self.facts().ring_index;
-        match &self.form {
-            Form::Ring(of) => (of.work(), index),
-            Form::HeadsRing(of) => (of.ring().work(), of.grid().group(index)),
-        }
+        (self.ring().work(), self.grid().group(self.ring_index()))
     }
 
     fn bytes_predicted(&self, pass: PassKind) -> u64 {
-        either!(&self.form, of => of.bytes_predicted(pass))
-    }
-
-    fn given_strategy(&self) -> Strategy {
-        self.strategy
+        self.bytes_predicted(pass)
     }
 
     fn on_step(&mut self, hook: StepHook) {
-        either!(&mut self.form, of => of.on_step(hook));
+        self.on_step(hook);
     }
 
     fn update(&mut self, batch: &Batch) -> Result<()> {
-        either!(&mut self.form, of => of.update(batch))
+        self.update(batch)
     }
 
     fn forward(
@@ -391,7 +238,7 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         inputs: Inputs<HostView<'_>>,
         outputs: &mut Outputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        either!(&mut self.form, of => of.forward(&inputs, outputs))
+        self.forward(&inputs, outputs)
     }
 
     fn backward(
@@ -399,64 +246,114 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         inputs: BackwardInputs<HostView<'_>>,
         gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        either!(&mut self.form, of => of.backward(&inputs, gradients))
+        self.backward(&inputs, gradients)
     }
 
     fn jvp(
         &mut self,
-        inputs: TangentInputs<HostView<'_>>,
-        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        _: TangentInputs<HostView<'_>>,
+        _: &mut TangentOutputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        match &mut self.form {
-            Form::Ring(ring) => ring.jvp(&inputs, outputs),
-            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
-        }
+        Err(refuse_tangents(self))
     }
 
     fn double_backward(
         &mut self,
-        inputs: TangentInputs<HostView<'_>>,
-        outputs: &mut TangentOutputs<HostViewMut<'_>>,
-        gradients: &mut Gradients<HostViewMut<'_>>,
+        _: TangentInputs<HostView<'_>>,
+        _: &mut TangentOutputs<HostViewMut<'_>>,
+        _: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        match &mut self.form {
-            Form::Ring(ring) => ring.double_backward(&inputs, outputs, gradients),
-            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
-        }
+        Err(refuse_tangents(self))
     }
 
     fn refuse(&mut self, why: Error) -> Error {
-        either!(&mut self.form, of => of.refuse(why))
+        self.refuse(why)
     }
 }
 
-impl<B: Backend<Space: HostTensors>> fmt::Debug for Engine<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        either!(&self.form, of => fmt::Debug::fmt(of, f))
-    }
-}
-
-impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        either!(&self.form, of => fmt::Display::fmt(of, f))
-    }
-}
-
-/// Refuses second derivatives on a grid, whose plan with them is refused.
 fn refuse_tangents<B: Backend<Space: HostTensors>>(grid: &mut HeadsRing<B>) -> Error {
     let strategy = grid.strategy();
     grid.refuse(Error::unsupported("second_derivatives", format!("strategy {strategy}")))
 }
 
-/// A strategy, and its route if it was chosen for that.
-struct Chosen {
-    strategy: Strategy,
-    route: Option<Route>,
+/// An engine, and its strategy: the one that was given or, of [`Strategy::Auto`], chosen.
+pub(crate) type Engine<S> = (Strategy, Box<dyn RankEngine<S>>);
+
+/// Makes the engine of tensors in the memory of the backend.
+pub(crate) fn on_device<B: Backend>(
+    backend: B,
+    transport: Box<dyn Transport<B::Space>>,
+    spec: Result<Spec>,
+    options: RingOptions,
+    division: &Division,
+) -> Result<Engine<B::Space>> {
+    let strategy = division.given_strategy();
+    let ranks = transport.ranks();
+    let form = spec.and_then(|spec| {
+        HeadGrid::of(&spec.dims, ranks, strategy)?;
+        Ok((strategy.on_ranks(ranks), spec))
+    });
+    let spec = match form {
+        Ok((Strategy::Ring | Strategy::Auto, spec)) => Ok(spec),
+        Err(error) => Err(error),
+        // it enters the agreement of the ring
+        Ok(_) => {
+            Err(Error::unsupported(format!("strategy {strategy}"), "tensors in device memory"))
+        }
+    };
+    // there is no other to choose from
+    let strategy = if strategy == Strategy::Auto { Strategy::Ring } else { strategy };
+    let ring = Ring::new(backend, transport, spec, options);
+    Ok((strategy, Box::new(ring.map_err(|error| of_strategy(error, division))?)))
 }
 
-impl Chosen {
-    const RING: Self = Self { strategy: Strategy::Ring, route: None };
+/// Makes the engine of tensors in host memory.
+pub(crate) fn on_host<B: Backend<Space: HostTensors>>(
+    backend: B,
+    transport: Box<dyn Transport<B::Space>>,
+    spec: Result<Spec>,
+    options: RingOptions,
+    division: &Division,
+) -> Result<Engine<Host>> {
+    let chosen = match division.given_strategy() {
+        Strategy::Auto => choose(&backend, transport.as_ref(), &spec, &options, division),
+        fixed => Ok((fixed, None)),
+    };
+    // an error enters the agreement of the ring
+    let ((strategy, route), spec) = match (chosen, spec) {
+        (Err(error), Ok(_)) => (RING, Err(error)),
+        (chosen, spec) => (chosen.unwrap_or(RING), spec),
+    };
+    // the route of a strategy that is named is among the options
+    let options = match route {
+        Some(_) => RingOptions {
+            route,
+            receive_ahead: options.receive_ahead.or(strategy.receive_ahead()),
+            ..options
+        },
+        None => options,
+    };
+    let ranks = transport.ranks();
+    let grid = spec.as_ref().map(|spec| HeadGrid::of(&spec.dims, ranks, strategy));
+    // a grid of one member is a ring; a wrong one is refused by the other engine
+    let is_ring = match grid {
+        Ok(Ok(Some(grid))) => grid.members() == 1,
+        Ok(Err(_)) => false,
+        _ => strategy.on_ranks(ranks) == Strategy::Ring,
+    };
+    let engine: Box<dyn RankEngine<Host>> = if is_ring {
+        let ring = Ring::new(backend, transport, spec, options);
+        Box::new(ring.map_err(|error| of_strategy(error, division))?)
+    } else {
+        Box::new(HeadsRing::new(backend, transport, spec, options, strategy)?)
+    };
+    Ok((strategy, engine))
 }
+
+/// A strategy, and the route that was chosen with it.
+type Chosen = (Strategy, Option<Route>);
+
+const RING: Chosen = (Strategy::Ring, None);
 
 /// Names the strategy in the refusal of the route that is a part of it, unless the caller set the
 /// route too.
@@ -485,9 +382,9 @@ fn choose<B: Backend>(
     division: &Division,
 ) -> Result<Chosen> {
     let ranks = transport.ranks();
-    let Ok(spec) = spec else { return Ok(Chosen::RING) };
+    let Ok(spec) = spec else { return Ok(RING) };
     if ranks == 1 {
-        return Ok(Chosen::RING);
+        return Ok(RING);
     }
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
     let layout = options.layout.as_ref();
@@ -496,7 +393,7 @@ fn choose<B: Backend>(
         layout.validate(q_len, kv_len, ranks).is_ok() && leaves.is_none_or(|fits| fits.is_ok())
     });
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
-        return Ok(Chosen::RING);
+        return Ok(RING);
     };
     let batch = division.planned_batch(&spec.dims)?;
     let traffic = TrafficOptions {
@@ -523,5 +420,5 @@ fn choose<B: Backend>(
         None => StrategyTraffic::choose(&all, spec, &traffic, tick)?,
     };
     let strategy = all.get(chosen).map(|best| best.strategy);
-    Ok(strategy.map_or(Chosen::RING, |strategy| Chosen { strategy, route: strategy.route() }))
+    Ok(strategy.map_or(RING, |strategy| (strategy, strategy.route())))
 }

@@ -18,7 +18,7 @@ use crate::{
     Backward, BackwardViewMut, Division, Forward, ForwardView, ForwardViewMut, Runtime, Setup,
     Tensors,
     backend::{Cpu, Opened, or_abort},
-    engine::{DeviceRing, Engine, RankEngine},
+    engine::{self, Engine, RankEngine},
     overlapped::{OverlapPlan, StartedPass},
 };
 
@@ -70,6 +70,8 @@ use crate::{
 #[derive(Debug)]
 pub struct Plan<S: Space = Host> {
     pub(crate) engine: ProcessOwned<Box<dyn RankEngine<S>>>,
+    /// The strategy that was given or, of [`Strategy::Auto`], chosen.
+    strategy: Strategy,
     cancellation: Cancellation,
 }
 
@@ -149,7 +151,7 @@ impl Plan {
         T: Transport<B::Space> + 'static,
     {
         Self::of(&setup.into(), dims, transport, |transport, spec, options, division| {
-            Ok(Box::new(Engine::new(backend, Box::new(transport), spec, options, division)?))
+            engine::on_host(backend, Box::new(transport), spec, options, division)
         })
     }
 
@@ -340,7 +342,7 @@ impl<S: Space> Plan<S> {
         T: Transport<S> + 'static,
     {
         Self::of(&setup.into(), dims, transport, |transport, spec, options, division| {
-            Ok(Box::new(DeviceRing::new(backend, Box::new(transport), spec, options, division)?))
+            engine::on_device(backend, Box::new(transport), spec, options, division)
         })
     }
 
@@ -349,12 +351,7 @@ impl<S: Space> Plan<S> {
         setup: &Setup,
         dims: Dims,
         transport: T,
-        make: impl FnOnce(
-            Deadline<T, N>,
-            Result<Spec>,
-            RingOptions,
-            &Division,
-        ) -> Result<Box<dyn RankEngine<S>>>,
+        make: impl FnOnce(Deadline<T, N>, Result<Spec>, RingOptions, &Division) -> Result<Engine<S>>,
     ) -> Result<Self> {
         // a value that cannot be read enters the agreement, so that no rank waits for this one
         let variable = Runtime::deadline_variable();
@@ -365,11 +362,11 @@ impl<S: Space> Plan<S> {
         let spec = variable.and_then(|_| setup.runtime.check_own_backend());
         let spec = spec.and_then(|()| setup.spec(dims));
         let options = RingOptions { deadline_variable, ..setup.ring_options() };
-        let mut engine = make(transport, spec, options, &setup.division)?;
+        let (strategy, mut engine) = make(transport, spec, options, &setup.division)?;
         if let Some(hook) = setup.runtime.step_hook() {
             engine.on_step(hook);
         }
-        Ok(Self { engine: ProcessOwned::new(engine), cancellation })
+        Ok(Self { engine: ProcessOwned::new(engine), strategy, cancellation })
     }
 
     /// Starts `pass` on a thread of its own, so that it overlaps with the program: a forward or a
@@ -548,7 +545,7 @@ impl<S: Space> Plan<S> {
     /// # Ok::<(), annulus::Error>(())
     /// ```
     pub fn named_strategy(&self) -> Strategy {
-        match self.engine.given_strategy() {
+        match self.strategy {
             Strategy::OncePerNode { node_ranks } => Strategy::OncePerNode {
                 node_ranks: self.route().node_ranks().unwrap_or(node_ranks),
             },
