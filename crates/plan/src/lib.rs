@@ -30,6 +30,6 @@ pub use schedule::{
     Step, Traffic, Violation, ViolationKind, Work, WorkMatrix, needed_rows,
 };
 pub use strategy::{
-    ExchangeFields, GridViolation, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,
+    ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,
     StrategyBalance, StrategyTraffic, TrafficOptions,
 };

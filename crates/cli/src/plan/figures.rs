@@ -61,7 +61,7 @@ pub(super) struct Figures {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) leaves: Option<LeafFigures>,
     /// True if [`Schedule::check`](annulus_plan::Schedule::check) has proven the messages right,
-    /// for a grid [`StrategyTraffic::check`] those of all ranks: up to [`MOST_DETAILED_RANKS`].
+    /// for a grid [`StrategyTraffic::check`] those of all rings: up to [`MOST_DETAILED_RANKS`].
     pub(super) schedule_checked: bool,
     /// The mask in words.
     pub(super) mask: String,

@@ -88,7 +88,7 @@ pub(super) struct PassBytes {
 
 impl Strategies {
     /// Plans every strategy of `spec`. For more than [`MOST_LISTED_RANKS`] ranks a strategy by its
-    /// name is planned alone. The exchanges and rings of a grid are checked for at most
+    /// name is planned alone. The rings of a grid are checked for at most
     /// [`MOST_DETAILED_RANKS`].
     ///
     /// # Errors

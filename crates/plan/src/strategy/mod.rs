@@ -23,7 +23,6 @@
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
 
 mod balance;
-mod check;
 mod choice;
 mod exchange;
 mod group_layout;
@@ -36,7 +35,6 @@ use std::{fmt, str::FromStr};
 
 pub use balance::StrategyBalance;
 pub(crate) use balance::work_of_ranks;
-pub use check::GridViolation;
 pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::GroupLayout;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::{Choice, Layout, Route};
+use crate::{Choice, CustomLayout, Layout, Route};
 use annulus_core::{
-    Batch, DType, Dims, Placement, Side, Spec,
+    BackwardMode, Batch, DType, Dims, Placement, Runs, Side, Spec,
     mask::{self, SharedMask},
 };
 
@@ -373,4 +373,75 @@ fn strategies_of_documents_have_the_same_pairs_and_a_balance_of_their_own() -> R
     let halves = of(2, 1, &options, tick)?;
     assert_eq!(halves.ring_rows, RingRows { sent: 2 * 17, needed: 2 * 17 });
     Ok(())
+}
+
+fn backward(batch: Option<&Batch>) -> TrafficOptions<'_> {
+    TrafficOptions { backward: true, kv_tile: 16, batch, ..TrafficOptions::FORWARD }
+}
+
+fn small_spec(len: usize, causal: bool) -> Spec {
+    let mut spec = Spec::new(Dims::new(1, len, 12, 4).kv_heads(3), DType::F32);
+    if causal {
+        spec.mask = Arc::new(mask::Causal::default());
+    }
+    spec
+}
+
+/// Shards of 12 ranks: chunks of uneven lengths, dealt out of order.
+fn uneven(len: i64) -> Layout {
+    let shards: Vec<Runs> = (0..12)
+        .map(|rank| {
+            let chunk = |i: i64| len * i / 24..len * (i + 1) / 24;
+            [(7 * rank + 5) % 24, (7 * rank + 5 + 84) % 24].map(chunk).into_iter().flatten()
+        })
+        .map(Iterator::collect)
+        .collect();
+    Layout::Custom(Arc::new(CustomLayout { q: shards.clone(), kv: shards }))
+}
+
+#[test]
+fn rings_of_every_strategy_and_layout_are_right() {
+    let lens: Vec<i64> = vec![0, 30, 31, 190, 240];
+    let documents =
+        Batch { cum_seqlens_q: Some(lens.clone()), cum_seqlens_k: Some(lens), ..Batch::default() };
+    let mut checked = 0;
+    for (causal, batch) in [(false, None), (true, None), (true, Some(&documents))] {
+        for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+            let spec = Spec { backward: mode, ..small_spec(240, causal) };
+            let balanced = Layout::balanced(&spec, &documents, 12).unwrap();
+            let given = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, uneven(240)];
+            for layout in given.into_iter().chain([balanced]) {
+                let options = TrafficOptions { layout: Some(&layout), ..backward(batch) };
+                for grid in HeadGrid::candidates(&spec, 12, true) {
+                    let of = StrategyTraffic::of(&spec, grid, &options, &mut || ()).unwrap();
+                    of.check(&spec, &options, &mut || ()).unwrap();
+                    checked += 1;
+                }
+            }
+        }
+    }
+    assert!(checked > 300, "{checked}");
+    // fewer rows than ranks, and layouts that are cut at leaves
+    for len in [0, 1, 5, 53, 600] {
+        let spec = small_spec(len, false);
+        let leaves = [Layout::Striped, Layout::Zigzag].map(|layout| layout.at_leaves(16));
+        let whole = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, uneven(len as i64)];
+        for layout in whole.into_iter().chain(leaves) {
+            let options = TrafficOptions { layout: Some(&layout), ..backward(None) };
+            for grid in HeadGrid::candidates(&spec, 12, true) {
+                let of = StrategyTraffic::of(&spec, grid, &options, &mut || ()).unwrap();
+                of.check(&spec, &options, &mut || ()).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn reproducible_rings_of_members_are_right() {
+    let spec = Spec { leaf_rows: Some(16), ..small_spec(240, true) };
+    let options = backward(None);
+    for grid in HeadGrid::candidates(&spec, 12, true) {
+        let of = StrategyTraffic::of(&spec, grid, &options, &mut || ()).unwrap();
+        of.check(&spec, &options, &mut || ()).unwrap();
+    }
 }

@@ -6,8 +6,10 @@ use super::{
     ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode,
     group_layout::in_few_runs, memory,
 };
-use crate::{Choice, Layout, NeedsIndex, RingShards, RingTraffic, Route};
-use annulus_core::{BackwardMode, Batch, Channel, Error, Order, Placement, Result, Side, Spec};
+use crate::{Choice, Layout, NeedsIndex, RingShards, RingTraffic, Route, Schedule};
+use annulus_core::{
+    BackwardMode, Batch, Channel, Dims, Error, Order, Placement, Result, Side, Spec,
+};
 
 /// Bytes that every rank sends under a strategy.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -437,4 +439,44 @@ impl StrategyTraffic {
         }
         Ok(RingRows { sent, needed: RingTraffic::rows_read(&needs, tick) })
     }
+
+    /// Proves the ring of every member whose ring differs ([`Schedule::check`]). `options` are those
+    /// with which the traffic was computed.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] with the first violation; as [`StrategyTraffic::of`].
+    pub fn check(
+        &self,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<()> {
+        let grid = &self.grid;
+        for member in grid.distinct_members(spec.mask.per_head()) {
+            let spec = grid.spec_of(spec, member);
+            let route = self.route(&spec, member, options, tick);
+            let layout = self.layout.of_member(grid, member);
+            let shards = options.shards(&spec, layout, grid.groups())?;
+            let Dims { q_heads, batch, .. } = spec.dims;
+            let mask = spec.mask.as_ref();
+            let two_pass = options.backward && backward_mode(&spec) == BackwardMode::TwoPass;
+            let gradients = options.backward && !two_pass;
+            let keys = NeedsIndex::of_queries(mask, q_heads, batch, &shards, tick);
+            check_ring(&keys, route, gradients)?;
+            if two_pass {
+                let queries = NeedsIndex::of_keys(mask, q_heads, batch, &shards, tick);
+                let queries = match spec.leaf_rows {
+                    Some(_) => queries.in_tiles(options.kv_tile),
+                    None => queries,
+                };
+                check_ring(&queries, route.opposite(), false)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_ring(needs: &NeedsIndex<'_>, route: Route, gradients: bool) -> Result<()> {
+    let needs = needs.to_needs();
+    Schedule::build(&needs, route, gradients).check(&needs, gradients).map_err(Error::internal)
 }
