@@ -1,5 +1,5 @@
 //! Launches of the tile kernels, chunk by chunk (`chunks.rs`), each with its block-sparse mask, and
-//! of each chunk part by part (`parts.rs`).
+//! of each chunk part by part (`queue.rs`).
 
 use std::ops::ControlFlow;
 
