@@ -8,7 +8,6 @@
 //! a division by its predicted time is that of COSMA (Kwasniewski et al. 2019), applied to
 //! attention.
 
-mod network;
 mod prediction;
 #[cfg(test)]
 mod tests;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use proptest::{prelude::*, strategy::Strategy as _};
 
-use super::{network::Network, *};
+use super::{prediction::Network, *};
 use crate::{HeadGrid, Layout, Route, Strategy, StrategyTraffic, TrafficOptions};
 use annulus_core::{BackwardMode, Batch, Dims, Spec, mask};
 

@@ -16,7 +16,6 @@
 //! figures of all ranks and for the checker of schedules.
 
 mod attended;
-mod id_numbers;
 mod index;
 mod needs_index;
 mod position_set;

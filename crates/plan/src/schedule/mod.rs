@@ -58,7 +58,6 @@ mod build;
 mod check;
 mod choice;
 mod document_deal;
-mod document_ends;
 mod listed;
 mod query_work;
 mod rank_schedule;
@@ -69,17 +68,16 @@ mod row_exchange;
 mod tests;
 mod tile_order;
 mod traffic;
-mod violation;
 mod work;
 
 pub(crate) use balanced::BALANCED;
+pub use check::{Violation, ViolationKind};
 pub use choice::Choice;
 pub use listed::{OwnerPairs, RankNeeds, needed_rows};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
 pub use route::Route;
 pub use traffic::Traffic;
-pub use violation::{Violation, ViolationKind};
 pub use work::{Work, WorkMatrix};
 
 use annulus_core::{Channel, RowSet};
