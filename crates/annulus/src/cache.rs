@@ -5,7 +5,8 @@ use annulus_comm::{
     ring::Report,
 };
 use annulus_core::{
-    Backend, Dims, Element, Error, Host, HostTensors, ProcessOwned, Result, Runs, Spec, Transport,
+    Backend, Dims, Element, Error, Host, HostTensors, HostView, ProcessOwned, Result, Runs, Spec,
+    Transport,
 };
 use ndarray::{ArrayView2, ArrayView4, ArrayViewMut3, ArrayViewMut4, Axis};
 
@@ -13,7 +14,6 @@ use crate::{
     Attention, Forward, Runtime,
     backend::{Cpu, Opened, or_abort},
     plan::zero_results,
-    rank_cache::RankCache,
 };
 
 /// Lengths of a [`Cache`], equal on all ranks: batch rows, heads, dims, and rows of a page.
@@ -412,5 +412,68 @@ impl std::fmt::Debug for Cache {
             .field("len", &self.len())
             .field("page_rows", &self.page_rows())
             .finish_non_exhaustive()
+    }
+}
+
+/// Methods of [`KvCache`].
+pub(crate) trait RankCache: Send {
+    fn append(&mut self, k: &HostView<'_>, v: &HostView<'_>) -> Result<()>;
+    fn append_own(&mut self, count: usize, k: &HostView<'_>, v: &HostView<'_>) -> Result<()>;
+    fn truncate(&mut self, len: u64) -> Result<()>;
+    fn attend(&mut self, tensors: Attend<'_>) -> Result<Report>;
+    fn refuse(&mut self, why: Error) -> Error;
+    fn own_rows(&self, count: usize) -> Result<Runs>;
+    fn len(&self) -> u64;
+    fn local_len(&self) -> u64;
+    fn page_rows(&self) -> u64;
+    fn rank(&self) -> usize;
+    fn ranks(&self) -> usize;
+    fn spec(&self) -> &Spec;
+    fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64;
+    fn buffer_bytes(&self) -> u64;
+}
+
+impl<B: Backend<Space: HostTensors>> RankCache for KvCache<B> {
+    fn append(&mut self, k: &HostView<'_>, v: &HostView<'_>) -> Result<()> {
+        Self::append(self, k, v)
+    }
+    fn append_own(&mut self, count: usize, k: &HostView<'_>, v: &HostView<'_>) -> Result<()> {
+        Self::append_own(self, count, k, v)
+    }
+    fn truncate(&mut self, len: u64) -> Result<()> {
+        Self::truncate(self, len)
+    }
+    fn attend(&mut self, tensors: Attend<'_>) -> Result<Report> {
+        Self::attend(self, tensors)
+    }
+    fn refuse(&mut self, why: Error) -> Error {
+        Self::refuse(self, why)
+    }
+    fn own_rows(&self, count: usize) -> Result<Runs> {
+        Self::own_rows(self, count)
+    }
+    fn len(&self) -> u64 {
+        Self::len(self)
+    }
+    fn local_len(&self) -> u64 {
+        Self::local_len(self)
+    }
+    fn page_rows(&self) -> u64 {
+        Self::page_rows(self)
+    }
+    fn rank(&self) -> usize {
+        Self::rank(self)
+    }
+    fn ranks(&self) -> usize {
+        Self::ranks(self)
+    }
+    fn spec(&self) -> &Spec {
+        Self::spec(self)
+    }
+    fn bytes_predicted_at(&self, len: u64, queries: usize) -> u64 {
+        Self::bytes_predicted_at(self, len, queries)
+    }
+    fn buffer_bytes(&self) -> u64 {
+        Self::buffer_bytes(self)
     }
 }

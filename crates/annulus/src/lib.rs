@@ -50,7 +50,6 @@ mod local_ring;
 mod one_call;
 pub mod overlapped;
 mod plan;
-mod rank_cache;
 mod rank_tensors;
 mod runtime;
 mod second_derivatives;

@@ -44,7 +44,6 @@ mod decode {
 }
 
 mod forward {
-    pub(crate) mod finish;
     pub(crate) mod outputs;
     pub(crate) mod query_pass;
     pub(crate) mod tiles;
@@ -71,7 +70,6 @@ mod workspace {
     pub(crate) mod scratch;
     pub(crate) mod state;
     pub(crate) mod statistics;
-    pub(crate) mod table_gradient;
     pub(crate) mod tangents;
 }
 
@@ -85,7 +83,6 @@ mod tile {
     pub(crate) mod gemm;
     pub(crate) mod geometry;
     pub(crate) mod input;
-    pub(crate) mod list_bias;
     pub(crate) mod operands;
     pub(crate) mod pack;
     pub(crate) mod prefetch;

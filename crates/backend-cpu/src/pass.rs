@@ -227,7 +227,7 @@ impl ForwardPass<Host> for CpuForward<'_> {
             return Ok(());
         }
         let results = self.workspace.results_dtype();
-        by_dtype!(self.workspace, results => forward::finish::finish(&self.inputs, outputs, tick))
+        by_dtype!(self.workspace, results => forward::outputs::finish(&self.inputs, outputs, tick))
     }
 }
 

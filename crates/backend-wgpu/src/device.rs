@@ -21,11 +21,11 @@ use crate::{
         Adapter, ChunkLimits, NO_ADAPTER, adapters, binding_bytes, list, matrices, proven_level,
         subgroup_sizes,
     },
+    adapter::{OpenDevice, check_process, is_forked, lock, turn},
     choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
     kernels::KernelVariant,
     level::Matrices,
-    open_device::{OpenDevice, check_process, is_forked, lock, turn},
     pacing::{StagingPools, Submissions},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
 };

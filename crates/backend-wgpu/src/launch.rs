@@ -13,9 +13,9 @@ use annulus_core::{Error, Result};
 use wgpu::{BufferUsages, ComputePassTimestampWrites, Features, QuerySet};
 
 use crate::{
+    adapter::is_forked,
     device::Gpu,
     kernels::{KernelVariant, params::StepParams},
-    open_device::is_forked,
     pacing::Receipt,
     pipelines::Pipeline,
     staging::UploadBuffer,

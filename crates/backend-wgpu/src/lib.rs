@@ -13,7 +13,7 @@
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
 //! | adapters and limits, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
-//! | devices open and close one at a time; locks | `open_device.rs` |
+//! | devices open and close one at a time; locks | `adapter.rs` |
 //! | command batches, timing | `launch.rs` |
 //! | order of batches, proof that they ran, idle staging buffers | `pacing.rs` |
 //! | waits for batches | `queue.rs` |
@@ -52,7 +52,6 @@ mod launch;
 mod level;
 mod memory;
 mod memory_model;
-mod open_device;
 mod operands;
 mod pacing;
 mod pass_context;

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4, ArrayViewMut4};
 use wgpu::BufferUsages;
 
-use crate::{device::Gpu, open_device::is_forked};
+use crate::{adapter::is_forked, device::Gpu};
 
 /// Memory of a [`Gpu`].
 #[derive(Debug, Clone, Copy)]

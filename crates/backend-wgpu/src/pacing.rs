@@ -26,7 +26,7 @@ use std::{
 use annulus_core::Result;
 use wgpu::{BufferUsages, Device};
 
-use crate::{errors::with_error_scopes, kernels::KernelVariant, open_device::lock};
+use crate::{adapter::lock, errors::with_error_scopes, kernels::KernelVariant};
 
 /// Submissions of a device, shared by all its handles.
 #[derive(Debug)]

@@ -14,8 +14,8 @@ use annulus_core::{Error, Result, Tick, index};
 use wgpu::{BufferUsages, MapMode};
 
 use crate::{
+    adapter::lock,
     device::Gpu,
-    open_device::lock,
     pacing::{QueueSilence, Receipt, StagingPools, keep, take_fitting},
 };
 

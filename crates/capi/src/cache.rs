@@ -14,10 +14,10 @@ use crate::{
     fields::{self, Versioned, length, write_numbers, write_rows},
     handle::Handles,
     options::Description,
-    overlap, passes,
+    passes,
     plan::by_dtype,
     status::guard,
-    tensor::{Checked, annulus_tensor},
+    tensor::{Checked, annulus_tensor, check_overlap},
 };
 
 /// A KV cache for decoding and chunked prefill, whose rows are sharded over ranks. Opaque.
@@ -371,14 +371,14 @@ unsafe fn attend_tensors<'a, T: Element>(
     args: *const annulus_attend_args,
 ) -> Result<AttendTensors<'a, T>> {
     // SAFETY: as the caller promises; the views of outputs share no element with another view,
-    // which `overlap::check` has proved before any is made
+    // which `tensor::check` has proved before any is made
     unsafe {
         let args = fields::read(args)?;
         let q = Checked::read("q", args.q)?;
         let softmax_aux = Checked::read_optional("softmax_aux", args.softmax_aux)?;
         let out = Checked::read("out", args.out)?;
         let lse = Checked::read("lse", args.lse)?;
-        overlap::check(|| [q].into_iter().chain(softmax_aux), || [out, lse].into_iter())?;
+        check_overlap(|| [q].into_iter().chain(softmax_aux), || [out, lse].into_iter())?;
         Ok(AttendTensors {
             q: q.view()?,
             softmax_aux: passes::view(softmax_aux)?,

@@ -28,7 +28,6 @@ mod handle;
 #[rustfmt::skip]
 mod option_fields;
 mod options;
-mod overlap;
 mod passes;
 mod plan;
 mod second_derivatives;

@@ -10,10 +10,9 @@ use ndarray::{ArrayView, ArrayView3, ArrayView4, ArrayViewMut, Dimension};
 
 use crate::{
     fields::{self, Versioned, check_pointer},
-    overlap,
     plan::{PLANS, ProcessPlan, annulus_plan, by_dtype},
     status::guard,
-    tensor::{Checked, annulus_tensor},
+    tensor::{Checked, annulus_tensor, check_overlap},
 };
 
 /// The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
@@ -167,21 +166,44 @@ pub unsafe extern "C" fn annulus_backward(
     })
 }
 
-/// Reads `[q, k, v, bias, softmax_aux]`.
+/// Names of the inputs of both passes.
+pub(crate) const INPUTS: [&str; 5] = ["q", "k", "v", "bias", "softmax_aux"];
+
+/// Reads the tensors of these names: the inputs, or a direction of them.
 ///
 /// # Safety
 /// As [`Checked::read`], for each.
 pub(crate) unsafe fn inputs(
+    names: [&'static str; 5],
     [q, k, v, bias, sinks]: [*const annulus_tensor; 5],
 ) -> Result<Inputs<Checked>> {
     // SAFETY: as the caller promises
     unsafe {
         Ok(Inputs {
-            q: Checked::read("q", q)?,
-            k: Checked::read("k", k)?,
-            v: Checked::read("v", v)?,
-            bias: Checked::read_optional("bias", bias)?,
-            sinks: Checked::read_optional("softmax_aux", sinks)?,
+            q: Checked::read(names[0], q)?,
+            k: Checked::read(names[1], k)?,
+            v: Checked::read(names[2], v)?,
+            bias: Checked::read_optional(names[3], bias)?,
+            sinks: Checked::read_optional(names[4], sinks)?,
+        })
+    }
+}
+
+/// Reads `[dq, dk, dv, dbias, dsoftmax_aux]`.
+///
+/// # Safety
+/// As [`Checked::read`], for each.
+pub(crate) unsafe fn gradients(
+    [dq, dk, dv, dbias, dsinks]: [*const annulus_tensor; 5],
+) -> Result<Gradients<Checked>> {
+    // SAFETY: as the caller promises
+    unsafe {
+        Ok(Gradients {
+            dq: Checked::read("dq", dq)?,
+            dk: Checked::read("dk", dk)?,
+            dv: Checked::read("dv", dv)?,
+            dbias: Checked::read_optional("dbias", dbias)?,
+            dsinks: Checked::read_optional("dsoftmax_aux", dsinks)?,
         })
     }
 }
@@ -230,9 +252,9 @@ impl ForwardArgs {
                 head_statistics: Checked::read_optional("head_statistics", args.head_statistics)?,
                 ..written
             };
-            (inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?, written)
+            (inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?, written)
         };
-        overlap::check(|| inputs.into_tensors(), || outputs.into_tensors())?;
+        check_overlap(|| inputs.into_tensors(), || outputs.into_tensors())?;
         Ok(Self { inputs, outputs })
     }
 }
@@ -257,7 +279,7 @@ impl BackwardArgs {
         let read = unsafe {
             let args = fields::read(args)?;
             Self {
-                inputs: inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                inputs: inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 forward: outputs([
                     args.out,
                     args.lse,
@@ -268,20 +290,14 @@ impl BackwardArgs {
                 ])?,
                 dout: Checked::read("dout", args.dout)?,
                 dlse: Checked::read_optional("dlse", args.dlse)?,
-                gradients: Gradients {
-                    dq: Checked::read("dq", args.dq)?,
-                    dk: Checked::read("dk", args.dk)?,
-                    dv: Checked::read("dv", args.dv)?,
-                    dbias: Checked::read_optional("dbias", args.dbias)?,
-                    dsinks: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
-                },
+                gradients: gradients([args.dq, args.dk, args.dv, args.dbias, args.dsoftmax_aux])?,
             }
         };
         let given = || {
             let of_forward = read.inputs.into_tensors().chain(read.forward.into_tensors());
             of_forward.chain([read.dout]).chain(read.dlse)
         };
-        overlap::check(given, || read.gradients.into_tensors())?;
+        check_overlap(given, || read.gradients.into_tensors())?;
         Ok(read)
     }
 }

@@ -8,11 +8,10 @@ use ndarray::{Array3, Array4, ArrayViewMut, ArrayViewMut3, ArrayViewMut4, Dimens
 
 use crate::{
     fields::{self, Versioned},
-    overlap,
-    passes::{inputs, tensors, view},
+    passes::{INPUTS, gradients, inputs, tensors, view},
     plan::{PLANS, ProcessPlan, annulus_plan, by_dtype},
     status::guard,
-    tensor::{Checked, annulus_tensor},
+    tensor::{Checked, annulus_tensor, check_overlap},
 };
 
 /// The tensors of a JVP. Lengths and types: as of [`annulus_forward_args`].
@@ -166,26 +165,6 @@ pub unsafe extern "C" fn annulus_double_backward(
     })
 }
 
-/// Reads a direction `[q, k, v, bias, softmax_aux]`.
-///
-/// # Safety
-/// As [`Checked::read`], for each.
-unsafe fn direction(
-    names: [&'static str; 5],
-    [q, k, v, bias, sinks]: [*const annulus_tensor; 5],
-) -> Result<Inputs<Checked>> {
-    // SAFETY: as the caller promises
-    unsafe {
-        Ok(Inputs {
-            q: Checked::read(names[0], q)?,
-            k: Checked::read(names[1], k)?,
-            v: Checked::read(names[2], v)?,
-            bias: Checked::read_optional(names[3], bias)?,
-            sinks: Checked::read_optional(names[4], sinks)?,
-        })
-    }
-}
-
 /// Tensors of a JVP. No output shares an element with another tensor.
 struct JvpArgs {
     inputs: Inputs<Checked>,
@@ -212,8 +191,8 @@ impl JvpArgs {
                 args.softmax_aux_tangent,
             ];
             Self {
-                inputs: inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
-                tangents: direction(names, tangents)?,
+                inputs: inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                tangents: inputs(names, tangents)?,
                 outputs: TangentOutputs {
                     out_tangent: Checked::read("out_tangent", args.out_tangent)?,
                     lse_tangent: Checked::read("lse_tangent", args.lse_tangent)?,
@@ -223,7 +202,7 @@ impl JvpArgs {
             }
         };
         let given = || read.inputs.into_tensors().chain(read.tangents.into_tensors());
-        overlap::check(given, || read.outputs.into_tensors())?;
+        check_overlap(given, || read.outputs.into_tensors())?;
         Ok(read)
     }
 }
@@ -263,17 +242,11 @@ impl DoubleBackwardArgs {
                 args.softmax_aux_cotangent,
             ];
             Self {
-                inputs: inputs([args.q, args.k, args.v, args.bias, args.softmax_aux])?,
-                cotangents: direction(names, cotangents)?,
+                inputs: inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?,
+                cotangents: inputs(names, cotangents)?,
                 dout: Checked::read("dout", args.dout)?,
                 dlse: Checked::read_optional("dlse", args.dlse)?,
-                gradients: Gradients {
-                    dq: Checked::read("dq", args.dq)?,
-                    dk: Checked::read("dk", args.dk)?,
-                    dv: Checked::read("dv", args.dv)?,
-                    dbias: Checked::read_optional("dbias", args.dbias)?,
-                    dsinks: Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?,
-                },
+                gradients: gradients([args.dq, args.dk, args.dv, args.dbias, args.dsoftmax_aux])?,
                 ddout: Checked::read("ddout", args.ddout)?,
                 ddlse: Checked::read("ddlse", args.ddlse)?,
             }
@@ -283,7 +256,7 @@ impl DoubleBackwardArgs {
             of_inputs.chain([read.dout]).chain(read.dlse)
         };
         let written = || read.gradients.into_tensors().chain([read.ddout, read.ddlse]);
-        overlap::check(given, written)?;
+        check_overlap(given, written)?;
         Ok(read)
     }
 }

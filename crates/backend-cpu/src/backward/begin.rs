@@ -14,8 +14,8 @@ use crate::{
     },
     threads::team::Team,
     tile::{
+        bias::ListBiasSums,
         input::{Acc, TileInput, TileSource, array},
-        list_bias::ListBiasSums,
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{

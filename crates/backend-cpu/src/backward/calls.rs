@@ -18,8 +18,8 @@ use crate::{
     simd::dispatch::Real,
     threads::team::Team,
     tile::{
+        bias::ListBias,
         input::{Acc, TileInput, TileSource, array, elements_mut},
-        list_bias::ListBias,
         prefetch::prefetch_first_tile,
         scores::Scores,
     },

@@ -32,10 +32,10 @@ use crate::{
         team::{Team, Ticker},
     },
     tile::{
+        bias::ListBiasSums,
         gemm::gemm_tn,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource},
-        list_bias::ListBiasSums,
         operands::Previous,
         pack::{LaneRows, MAX_USES_IN_PLACE, PanelView, PanelsInPlace},
         prefetch::{PrefetchRows, SHORT_BLOCK_KEYS},
@@ -45,12 +45,12 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasGradient,
+        bias_gradient::TableGradient,
         leaves::{KeyLeaves, TaskLeaves, unify},
         query_tiles::QueryTileCache,
         records::QueryRecord,
         scratch::ThreadScratch,
         statistics::{RowStatistics, TileStatistics, load_statistics},
-        table_gradient::TableGradient,
     },
 };
 

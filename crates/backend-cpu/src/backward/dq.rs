@@ -22,10 +22,10 @@ use crate::{
     simd::element::Float,
     threads::team::{Team, Ticker},
     tile::{
+        bias::ListBiasSums,
         gemm::gemm_tn,
         geometry::TileCoord,
         input::{Acc, TileInput, TileSource, array},
-        list_bias::ListBiasSums,
         operands::Previous,
         prefetch::PrefetchRows,
         terms::RowPositions,
@@ -33,12 +33,12 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasPartial,
+        bias_gradient::TableGradient,
         leaves::{ArrivingKeys, BlockPart},
         query_block::{QueryBlock, QueryTask},
         scratch::ThreadScratch,
         state::PassState,
         statistics::{RowStatistics, load_statistics},
-        table_gradient::TableGradient,
     },
 };
 

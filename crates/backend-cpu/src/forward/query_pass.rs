@@ -7,9 +7,9 @@ use ndarray::{ArrayView4, Axis, Slice};
 
 use crate::{
     tile::{
+        bias::ListBias,
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, TileInput, TileSource, array},
-        list_bias::ListBias,
         pack::PanelsInPlace,
         prefetch::prefetch_first_tile,
         scores::Scores,

@@ -21,11 +21,11 @@ use crate::{
         vector::{self, Vector, map, strip, strip_mut, unrolled, zip},
     },
     tile::{
+        bias::ListBias,
         bias::load_bias,
         bias_table::{MOST_DIAGONALS, TableTile},
         dropout::{ExpandKeepBits, keep_bits},
         geometry::{QueryKeyPairs, TileCoord},
-        list_bias::ListBias,
         tile_mask::{LaneAxis, TILE, TileMask, transpose},
     },
 };

@@ -32,13 +32,14 @@ use crate::{
     threads::{ordered_reduction::OrderedReduction, team::Team},
     tile::{
         aligned::{Aligned, list_bytes},
+        bias::ListBiasSums,
         geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
-        list_bias::ListBiasSums,
         scores::Scores,
         softmax::{Partial, PartialLens},
         tile_mask::TILE,
     },
     workspace::{
+        bias_gradient::TableGradient,
         bias_gradient::{BiasGradient, owner},
         decode::{self, Decode},
         leaves::{BlockLeaves, KeyLeaves, LeafArrivals},
@@ -46,7 +47,6 @@ use crate::{
         query_tiles::QueryTileCache,
         scratch::ThreadScratch,
         statistics::RowStatistics,
-        table_gradient::TableGradient,
         tangents::TangentState,
     },
 };

@@ -55,7 +55,7 @@
 //!
 //! # Sharing
 //! A host with many plans makes one endpoint and a handle for each plan ([`Mpi::share`]). A handle
-//! has a context (`context.rs`): its number is part of every tag, all-gather and last frame, so the
+//! has a context (`endpoint.rs`): its number is part of every tag, all-gather and last frame, so the
 //! messages of two plans are never matched. Communicators, locations, heartbeats and staging
 //! buffers exist once.
 //!
@@ -131,7 +131,6 @@
 
 mod circulant;
 mod communicator;
-mod context;
 mod control;
 #[cfg(feature = "cuda")]
 mod device;

@@ -20,7 +20,6 @@
 //! narrower than the accumulator. If it is the accumulator's type, the oracle does not round.
 
 mod backward;
-mod pair_visibility;
 mod row;
 mod tangents;
 
@@ -29,7 +28,7 @@ use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, Arr
 use crate::{Batch, Dims, Error, Result, Spec};
 
 pub use backward::{Backward, backward};
-pub use pair_visibility::PairVisibility;
+pub use row::PairVisibility;
 pub use row::Row;
 pub use tangents::{Direction, Tangents, tangents};
 

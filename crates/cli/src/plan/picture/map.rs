@@ -5,8 +5,7 @@ use std::ops::Range;
 use annulus_core::{Mask, Runs, Spec, mask::Query};
 
 use super::{
-    drawn_ring::DrawnRing,
-    svg::{AXIS, Area, EMPTY, ON_COLOUR, Svg, area, colour, colour_of_place},
+    DrawnRing, {AXIS, Area, EMPTY, ON_COLOUR, Svg, area, colour, colour_of_place},
 };
 
 /// Approximate number of cells of an axis: about 6 pixels each.

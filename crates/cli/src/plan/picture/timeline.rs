@@ -1,8 +1,7 @@
 //! Step timeline: one line per rank of the ring, one column per ring step. Each box has a bar for the work, the owner of the block, and the blocks that are sent.
 
 use super::{
-    drawn_ring::DrawnRing,
-    svg::{Area, EMPTY, HEADING, LABEL, LABEL_AROUND, LABEL_LEFT, NOTE, Svg, area, colour},
+    DrawnRing, {Area, EMPTY, HEADING, LABEL, LABEL_AROUND, LABEL_LEFT, NOTE, Svg, area, colour},
 };
 use crate::{
     plan::ring::{MOST_DETAILED_RANKS, Send, StepOfRank},
