@@ -6,21 +6,14 @@
 use std::{
     ffi::c_int,
     panic::{AssertUnwindSafe, catch_unwind},
-    ptr,
-    sync::{
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
-    thread,
+    ptr, thread,
     time::{Duration, Instant},
 };
 
 use annulus::{
-    Attention, Cache, CacheShape, Dims, Division, Error, Forward, LocalCache, LocalRing, Plan,
-    Result, Runtime, Tensors,
+    Attention, Dims, Division, Error, LocalRing, Plan, Result, Runtime, Tensors,
     backend::{BackendName, Cpu},
     comm::threads::ring,
-    overlapped::Overlapped,
 };
 use ndarray::Array4;
 
@@ -141,112 +134,5 @@ fn a_backend_of_the_parent_computes_on_threads_of_the_child() {
         let endpoint = ring(1).pop().unwrap();
         let mut plan = Plan::with_backend(&attention, dims(), threads, endpoint).unwrap();
         assert!(plan.forward(&tensors(&x)).unwrap().out == want.0);
-    });
-}
-
-#[test]
-fn a_child_refuses_caches_of_its_parent() {
-    let x = input();
-    let (attention, runtime) = (Attention::new().causal(true), Runtime::new().threads(2));
-    let shape = CacheShape::new(1, 4, 16);
-    for ranks in [1, 3] {
-        let filled = || {
-            let mut cache = LocalCache::new(&attention, &runtime, shape, ranks).unwrap();
-            cache.append(x.view(), x.view()).unwrap();
-            cache
-        };
-        let mut cache = Some(filled());
-        let want = cache.as_mut().unwrap().attend(x.view(), None).unwrap().out;
-        in_child("a cache", || {
-            let mut cache = cache.take().unwrap();
-            is_refused("cache", cache.attend(x.view(), None));
-            is_refused("cache", cache.append(x.view(), x.view()));
-            is_refused("cache", cache.truncate(1));
-            assert_eq!(cache.len(), 300);
-            drop(cache);
-            assert!(filled().attend(x.view(), None).unwrap().out == want);
-        });
-        assert!(cache.unwrap().attend(x.view(), None).unwrap().out == want);
-    }
-    let cpu = Cpu::new(2).unwrap();
-    let mut rank =
-        Cache::with_backend(&Attention::new(), &Runtime::new(), shape, cpu, ring(1).pop().unwrap())
-            .unwrap();
-    in_child("a rank of a cache", || {
-        let refused = rank.refuse(Error::invalid("q", 1, 2));
-        is_refused("cache", Err::<(), _>(refused));
-    });
-}
-
-#[test]
-fn a_started_pass_is_not_waited_for_in_a_child() {
-    let x = input();
-    let mut ring = Overlapped::<LocalRing, Forward<f32>>::new(new_ring(2, 2));
-    let want = bits(ring.plan_mut().unwrap(), &x).0;
-    let (entered, is_entered) = mpsc::channel();
-    let (open, is_open) = mpsc::channel::<()>();
-    let given = x.clone();
-    ring.start(move |ring| {
-        entered.send(()).map_err(Error::internal)?;
-        is_open.recv().map_err(Error::internal)?;
-        ring.forward(&tensors(&given))
-    })
-    .unwrap();
-    is_entered.recv().unwrap();
-    let mut ring = Some(ring);
-    in_child("a started pass", || {
-        let mut ring = ring.take().unwrap();
-        assert!(ring.test());
-        is_refused("plan", ring.wait());
-        is_refused("plan", ring.plan_mut().map(drop));
-        drop(ring);
-        assert!(bits(&mut new_ring(2, 2), &x).0 == want);
-    });
-    open.send(()).unwrap();
-    let mut ring = ring.unwrap();
-    assert!(ring.wait().unwrap().out == want);
-    // one that borrows its plan
-    let mut ring = ring.into_plan().unwrap();
-    thread::scope(|scope| {
-        let (open, is_open) = mpsc::channel::<()>();
-        let x = &x;
-        let pass = ring.start(scope, move |ring| {
-            is_open.recv().map_err(Error::internal)?;
-            ring.forward(&tensors(x))
-        });
-        let mut pass = Some(pass.unwrap());
-        in_child("a pass in a scope", || {
-            let pass = pass.take().unwrap();
-            assert!(pass.test());
-            is_refused("pass", pass.wait());
-        });
-        open.send(()).unwrap();
-        assert!(pass.unwrap().wait().unwrap().out == want);
-    });
-}
-
-#[test]
-fn a_process_forks_while_other_threads_compute_plan_and_drop() {
-    let x = input();
-    let want = bits(&mut new_ring(2, 2), &x);
-    let ends = AtomicBool::new(false);
-    thread::scope(|scope| {
-        for threads in [1, 2] {
-            let (x, ends) = (&x, &ends);
-            scope.spawn(move || {
-                while !ends.load(Ordering::Relaxed) {
-                    bits(&mut new_ring(2, threads), x);
-                }
-            });
-        }
-        let tried = catch_unwind(AssertUnwindSafe(|| {
-            for number in 0..20 {
-                in_child(&format!("fork {number}"), || {
-                    assert!(bits(&mut new_ring(2, 2), &x) == want);
-                });
-            }
-        }));
-        ends.store(true, Ordering::Relaxed);
-        assert!(tried.is_ok());
     });
 }

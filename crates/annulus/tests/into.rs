@@ -142,18 +142,3 @@ fn a_block_size_changes_messages_and_no_result() {
         LocalRing::new((&attention, Division::new().kv_block_size(0)), dims, 2).unwrap_err();
     assert!(refused.to_string().contains("kv_block_size"), "{refused}");
 }
-
-#[test]
-fn a_ring_displays_its_mask_ranks_layout_and_route() {
-    let ring = LocalRing::new(
-        (Attention::new().causal(true), Division::new().layout(Layout::Zigzag)),
-        Dims::new(1, 1024, 2, 16),
-        4,
-    )
-    .unwrap();
-    assert_eq!(
-        ring.to_string(),
-        "Causal { offset: 0 }, 4 ranks, zigzag, relay-down, 3 hops, 96.0 KiB sent forward, \
-         288.0 KiB backward"
-    );
-}

@@ -19,19 +19,18 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
 use annulus::{
-    Attention, Batch, Dims, Division, Error, Layout, LocalRing, Result, Route, Runtime, Setup,
-    Tensors,
+    Attention, Batch, Dims, Division, Layout, LocalRing, Result, Route, Runtime, Setup, Tensors,
     bias::BiasFunction,
-    mask::{Fingerprint, Key, Predicate, Query},
+    mask::{Fingerprint, Key, Query},
 };
-use ndarray::{Array2, Array4};
+use ndarray::Array4;
 
 const RANKS: usize = 8;
 /// Rows of a rank.
@@ -203,119 +202,4 @@ fn a_balanced_layout_receives_four_steps_ahead_unless_told_otherwise() {
     let bytes = |steps: usize| buffer_bytes((&attention, balanced.clone().receive_ahead(steps)));
     assert_eq!(buffer_bytes((&attention, &balanced)), bytes(4));
     assert_ne!(bytes(1), bytes(4));
-}
-
-const DELAYED_RANKS: usize = 12;
-const DELAYED_ROWS: usize = 360;
-
-/// A bias that keeps ranks for up to 0.6 ms at some of its pairs, in each pass at others.
-#[derive(Debug)]
-struct Delays {
-    /// Number of the next pair, or `None` for no delays.
-    pairs: Option<AtomicU64>,
-}
-
-/// Returns a number that looks random.
-fn draw(seed: u64) -> u64 {
-    let mixed = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mixed = (mixed ^ (mixed >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed ^ (mixed >> 29)
-}
-
-impl BiasFunction for Delays {
-    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
-        into.text("delays")
-    }
-
-    fn bias(&self, query: &Query, key: &Key) -> f64 {
-        if let Some(pairs) = &self.pairs {
-            let drawn = draw(pairs.fetch_add(1, Ordering::Relaxed));
-            if drawn.is_multiple_of(67) {
-                thread::sleep(Duration::from_micros(drawn / 67 % 600));
-            }
-        }
-        ((query.row + 3 * key.row) % 7) as f64 / 7.0
-    }
-}
-
-/// Returns the ends of packed documents that fill the rows, a fifth of which are long.
-fn ends(seed: u64) -> Vec<i64> {
-    let mut ends = vec![0];
-    let mut next = seed;
-    while ends[ends.len() - 1] < DELAYED_ROWS as i64 {
-        next = draw(next);
-        let len = if next.is_multiple_of(5) { 40 + next % 160 } else { 1 + next % 25 };
-        ends.push((ends[ends.len() - 1] + len as i64).min(DELAYED_ROWS as i64));
-    }
-    ends
-}
-
-fn gradients(
-    ends: &[i64],
-    route: Route,
-    receive_ahead: usize,
-    delays: Delays,
-) -> Result<[Array4<f32>; 4]> {
-    let dims = Dims::new(1, DELAYED_ROWS, 2, 8);
-    let documents = Batch { cum_seqlens_q: Some(ends.to_vec()), ..Batch::default() };
-    let attention = Attention::new().causal(true).bias_function(Arc::new(delays));
-    let division = Division::new()
-        .balanced(&attention, dims, &documents, DELAYED_RANKS)?
-        .route(route)
-        .receive_ahead(receive_ahead);
-    let runtime = Runtime::new().threads(1);
-    let mut ring = LocalRing::new((attention, division, runtime), dims, DELAYED_RANKS)?;
-    let ids = (0..DELAYED_ROWS).map(|row| ends.partition_point(|&end| end <= row as i64) as i32);
-    let ids = Array2::from_shape_fn((1, DELAYED_ROWS), {
-        let ids: Vec<i32> = ids.collect();
-        move |(_, row)| ids[row]
-    });
-    ring.update(&Batch {
-        q_segment_ids: Some(ids.clone()),
-        kv_segment_ids: Some(ids),
-        ..Batch::default()
-    })?;
-    let tensor = |seed: u64| {
-        Array4::from_shape_fn((1, DELAYED_ROWS, 2, 8), |(_, row, head, element)| {
-            (draw(seed + (row * 16 + head * 8 + element) as u64) % 2000) as f32 / 1000.0 - 1.0
-        })
-    };
-    let [q, k, v, dout] = [0, 1 << 20, 2 << 20, 3 << 20].map(tensor);
-    let tensors = Tensors::new(q.view(), k.view(), v.view());
-    let forward = ring.forward(&tensors)?;
-    let backward = ring.backward(&tensors, &forward, dout.view(), None)?;
-    Ok([forward.out, backward.dq, backward.dk, backward.dv])
-}
-
-#[test]
-fn random_delays_change_no_bit() -> Result<()> {
-    for (seed, route) in (0..).zip([Route::Direct, Route::RelayUp, Route::Direct, Route::RelayDown])
-    {
-        let ends = ends(seed);
-        let want = gradients(&ends, route, 1, Delays { pairs: None })?;
-        for receive_ahead in [1, 3] {
-            let delays = Delays { pairs: Some(AtomicU64::new(seed << 32)) };
-            let got = gradients(&ends, route, receive_ahead, delays)?;
-            assert!(got == want, "{route:?}, {receive_ahead} ahead, {ends:?}");
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn a_panicking_mask_is_an_error_and_not_a_hang() {
-    let mask = Predicate::of_positions("panics at query 13", |query, key| {
-        assert!(query != 13, "thirteen");
-        key <= query
-    });
-    let mut plan =
-        LocalRing::new(Attention::new().mask(Arc::new(mask)), Dims::new(1, 16, 2, 8), 4).unwrap();
-    let x = Array4::<f32>::ones((1, 16, 2, 8));
-    let tensors = Tensors::new(x.view(), x.view(), x.view());
-    let start = Instant::now();
-    let error = plan.forward(&tensors).unwrap_err();
-    assert!(matches!(&error, Error::Internal { what } if what.contains("thirteen")), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
-    let again = plan.forward(&tensors).unwrap_err();
-    assert!(matches!(again, Error::Poisoned { .. }), "{again}");
 }

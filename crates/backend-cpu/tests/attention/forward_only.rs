@@ -1,26 +1,26 @@
-//! Forward-only workspaces: split-KV decode, narrow masks, keys read in place.
-//!
-//! The last block of a forward pass: outputs that its tasks write.
+//! Plans without a backward pass: split-KV decode, narrow masks, keys read in place (of one rank)
+//! or packed, and outputs that the tasks of the last block write.
 
 use std::sync::Arc;
 
-use annulus_core::{
-    Backend, Block, DType, Dims, Dropout, Element, ForwardPass, HostBuffer, Passes, RowSet,
-    SinkShape, Spec, Workspace, mask,
-};
+use annulus_core::{DType, Dims, Dropout, Result, SinkShape, Spec, mask};
 use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
 use annulus_test_cases::{Answer, Case, Draw};
-use half::bf16;
 use ndarray::{Array2, Array3, Array4, s};
 
 use crate::{
-    ranks::{LastCall, LocalKv, OnRanks, Rank, keep_going, outputs},
+    ranks::OnRanks,
     support::{self, assert_close},
 };
 
 fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
+}
+
+/// Makes backends of so many threads and this instruction set.
+fn of(threads: usize, isa: Isa) -> impl Fn() -> Result<Cpu> + Sync {
+    move || Cpu::new(threads)?.with_isa(isa)
 }
 
 /// Compares out and lse with `want`.
@@ -73,9 +73,8 @@ fn any_features_forward_only() {
         let case = support::any_features(seed, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
         let want = support::oracle(&case);
         for isa in isas() {
-            let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
             let ranks = 1 + seed as usize % 3;
-            let got = case.run_forward(&cpu, &Layout::Striped, ranks, LocalKv::Inputs).unwrap();
+            let got = case.run_forward(&of(2, isa), &Layout::Striped, ranks).unwrap();
             assert_outputs(&got, &want, 2e-5, &format!("seed {seed} {isa}"));
         }
     }
@@ -92,20 +91,13 @@ fn few_queries_over_many_keys() {
             [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
         let tolerance = tolerance.into_iter().find(|(of, _)| *of == dtype).unwrap().1;
         for isa in isas() {
-            let run = |threads, ranks, local_kv| {
-                let cpu = Cpu::new(threads).unwrap().with_isa(isa).unwrap();
-                case.run_forward(&cpu, &Layout::Contiguous, ranks, local_kv).unwrap()
+            let run = |threads, ranks| {
+                case.run_forward(&of(threads, isa), &Layout::Contiguous, ranks).unwrap()
             };
-            let alone = run(1, 1, LocalKv::Inputs);
+            let alone = run(1, 1);
             assert_outputs(&alone, &want, tolerance, &format!("seed {seed} {isa}"));
-            // in place or packed, on any number of threads
-            assert!(
-                run(1, 1, LocalKv::Records) == alone
-                    && run(2, 1, LocalKv::Inputs) == alone
-                    && run(5, 1, LocalKv::Records) == alone,
-                "seed {seed} {isa}"
-            );
-            let two = run(2, 2, LocalKv::Records);
+            assert!(run(2, 1) == alone && run(5, 1) == alone, "seed {seed} {isa}");
+            let two = run(2, 2);
             assert_outputs(&two, &want, tolerance, &format!("seed {seed} {isa}, two ranks"));
         }
     }
@@ -135,15 +127,7 @@ fn few_queries_propagate_only_visible_nans() {
         let mut with_nan = clean.clone();
         with_nan.v[[1, 900, 1, 2]] = f64::NAN;
         for isa in isas() {
-            let run = |case: &Case| {
-                case.run_forward(
-                    &Cpu::new(2).unwrap().with_isa(isa).unwrap(),
-                    &Layout::Contiguous,
-                    1,
-                    LocalKv::Inputs,
-                )
-                .unwrap()
-            };
+            let run = |case: &Case| case.run_forward(&of(2, isa), &Layout::Contiguous, 1).unwrap();
             let want = run(&clean);
             assert!(run(&poisoned) == want);
             let (out, lse) = run(&with_nan);
@@ -173,18 +157,11 @@ fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
             case.batch.kv_segment_ids = Some(ids);
         }
         for isa in isas() {
-            let cpu = |threads| Cpu::new(threads).unwrap().with_isa(isa).unwrap();
             // a workspace with a backward pass arranges its tasks head by head
-            let want = case.run(&|| Ok(cpu(2)), &Layout::Contiguous, 1).unwrap();
+            let want = case.run(&of(2, isa), &Layout::Contiguous, 1).unwrap();
             for threads in [1, 3] {
-                let (out, lse) = case
-                    .run_forward(
-                        &cpu(threads),
-                        &Layout::Contiguous,
-                        1,
-                        if threads == 1 { LocalKv::Inputs } else { LocalKv::Records },
-                    )
-                    .unwrap();
+                let (out, lse) =
+                    case.run_forward(&of(threads, isa), &Layout::Contiguous, 1).unwrap();
                 assert!(
                     out == want.out && lse == want.lse,
                     "{isa}, {threads} threads, documents {documents}"
@@ -192,80 +169,4 @@ fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
             }
         }
     }
-}
-
-/// Not whole tiles, and enough rows for narrow tasks on two ranks: the 512 queries in the middle of
-/// a rank attend to at most 704 keys, which must be at most half of the rank's keys.
-const LEN: usize = 2900;
-
-fn dims() -> Dims {
-    Dims { q_heads: 4, value_dim: 9, ..Dims::new(2, LEN, 2, 12) }
-}
-
-fn window() -> mask::SharedMask {
-    Arc::new(mask::Window::new(Some(100), Some(3)))
-}
-
-/// Documents of 150 rows, with padding between them.
-fn with_documents(mut case: Case) -> Case {
-    let ids = Array2::from_shape_fn((2, LEN), |(batch, row)| {
-        if row % 150 < 10 { -1 } else { (batch + row / 150) as i32 }
-    });
-    case.batch.q_segment_ids = Some(ids.clone());
-    case.batch.kv_segment_ids = Some(ids);
-    case
-}
-
-fn check<E: Element<Accumulator: PartialEq> + PartialEq>(case: &Case, name: &str) {
-    for (threads, ranks) in [(1, 1), (3, 1), (1, 2)] {
-        let cpu = Cpu::new(threads).unwrap();
-        let run = |call| case.forward_outputs::<E>(&cpu, &Layout::Contiguous, ranks, call).unwrap();
-        assert!(
-            run(LastCall::AttendLast) == run(LastCall::Attend),
-            "{name}, {threads} threads, {ranks} ranks"
-        );
-    }
-}
-
-#[test]
-fn outputs_that_tasks_write_have_the_bits_of_the_epilogue() {
-    let spec = |dtype| Spec { mask: window(), ..Spec::new(dims(), dtype) };
-    let random = &mut Draw::new(5);
-    check::<f32>(&support::case(spec(DType::F32), random), "window");
-    check::<f64>(&support::case(spec(DType::F64), random), "f64");
-    check::<bf16>(&support::case(spec(DType::Bf16), random), "bf16");
-    let sinks = Some(SinkShape { per_head: true, count: 2 });
-    check::<f32>(&support::case(Spec { sinks, ..spec(DType::F32) }, random), "sinks");
-    let unnormalised = Spec { normalize: false, sinks, ..spec(DType::F32) };
-    check::<f32>(&support::case(unnormalised, random), "unnormalised");
-    check::<f32>(&with_documents(support::case(spec(DType::F32), random)), "documents");
-    let causal = Spec { mask: Arc::new(mask::Causal::default()), ..spec(DType::F32) };
-    check::<f32>(&support::case(causal, random), "a wide mask");
-}
-
-#[test]
-fn narrow_tasks_write_outputs_before_the_epilogue() {
-    let spec = Spec { mask: window(), ..Spec::new(dims(), DType::F32) };
-    let case = support::case(spec, &mut Draw::new(6));
-    let want = &case
-        .forward_outputs::<f32>(&Cpu::new(1).unwrap(), &Layout::Contiguous, 1, LastCall::Attend)
-        .unwrap()[0];
-    let rank = Rank::<f32>::new(&case, &Layout::Contiguous, 0, 1).unwrap();
-    let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Forward).unwrap();
-    let mut pass = workspace.forward(rank.inputs(), &mut keep_going).unwrap();
-    let mut buffer = HostBuffer::zeroed(0).unwrap();
-    pass.local_kv(&mut buffer, &RowSet::new()).unwrap();
-    // rows of out with gaps, in reversed order, and not of contiguous elements
-    let mut memory = Array4::from_elem((2, 2 * LEN, 4, 18), 7f32);
-    let mut out = memory.slice_mut(s![.., ..;-2, .., ..;2]);
-    let mut lse = rank.lse.clone();
-    let outputs = &mut outputs(out.view_mut(), &mut lse);
-    let rows = &rank.shard.keys;
-    let block = Block { buffer: &buffer, ready: &(), rows, first_local: Some(0) };
-    pass.attend_last(&block, outputs, &mut keep_going).unwrap();
-    // the accumulators are gone
-    assert!(pass.attend(&block, &mut keep_going).is_err());
-    assert!(pass.attend_last(&block, outputs, &mut keep_going).is_err());
-    assert!(out == want.0 && lse == want.1);
-    assert!(memory.slice(s![.., ..;2, .., ..]).iter().all(|&gap| gap == 7.0));
 }

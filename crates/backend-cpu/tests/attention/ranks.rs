@@ -3,11 +3,10 @@
 
 use std::{ops::ControlFlow, sync::Arc};
 
-use annulus::{Division, LocalRing, Plan};
+use annulus::{Division, LocalRing, Plan, Tensors};
 use annulus_core::{
-    Backend, BackwardInputs, BackwardPass, Block, DType, Dims, Element, ForwardPass, Gradients,
-    HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes, RankShard, Result, RowSet, Rows,
-    Side, Tick, Workspace,
+    BackwardInputs, BackwardPass, DType, Element, Gradients, HostBuffer, HostView, HostViewMut,
+    Inputs, Outputs, RankShard, Result, RowSet, Rows, Side, Tick,
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
@@ -49,32 +48,31 @@ pub(crate) trait OnRanks {
         Ok(facade::compute(case, &mut ring, 1, false)?.remove(0))
     }
 
-    /// Returns out and lse of forward-only workspaces.
+    /// Returns out and lse of plans without a backward pass.
     fn run_forward(
         &self,
-        cpu: &Cpu,
+        cpu: &Make<'_>,
         layout: &Layout,
         ranks: usize,
-        local_kv: LocalKv,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
-        with_element!(self.case().spec.dtype, E => {
-            Ring::<E>::new(self.case(), cpu, layout, ranks)?.run_forward(local_kv)
+        let (case, dims) = (self.case(), self.case().spec.dims);
+        let attention = facade::attention(case).forward_only(true);
+        let setup = (attention, Division::new().layout(layout.clone()));
+        let mut ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+            Plan::with_backend(setup, dims, cpu()?, endpoint)
+        })?;
+        ring.update(&case.batch)?;
+        with_element!(case.spec.dtype, E => {
+            let [q, k, v] = [&case.q, &case.k, &case.v].map(facade::narrow::<E, _>);
+            let bias = case.bias.as_ref().map(facade::narrow);
+            let sinks = case.sinks.as_ref().map(facade::narrow);
+            let forward = ring.forward(&Tensors {
+                bias: bias.as_ref().map(|bias| bias.view()),
+                softmax_aux: sinks.as_ref().map(|sinks| sinks.view()),
+                ..Tensors::new(q.view(), k.view(), v.view())
+            })?;
+            Ok((forward.out.mapv(E::to_f64), forward.lse.mapv(|x| x.to_f64())))
         })
-    }
-
-    /// Returns the outputs of each rank.
-    fn forward_outputs<E: Element>(
-        &self,
-        cpu: &Cpu,
-        layout: &Layout,
-        ranks: usize,
-        last_call: LastCall,
-    ) -> Result<Vec<RankOutputs<E>>> {
-        let mut ring = Ring::<E>::new(self.case(), cpu, layout, ranks)?;
-        ring.forward(LocalKv::Inputs, last_call)?;
-        let outputs =
-            |rank: Rank<E>| (rank.out, rank.lse, [Some(rank.max), Some(rank.sum), rank.ties]);
-        Ok(ring.ranks.into_iter().map(outputs).collect())
     }
 }
 
@@ -104,20 +102,6 @@ impl LocalKv {
         (self == Self::Inputs).then_some(0)
     }
 }
-
-/// Call that attends to the last block of a forward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LastCall {
-    Attend,
-    AttendLast,
-}
-
-/// out, lse, max, sum and ties of one rank.
-pub(crate) type RankOutputs<E> = (
-    Array4<E>,
-    Array4<<E as Element>::Accumulator>,
-    [Option<Array4<<E as Element>::Accumulator>>; 3],
-);
 
 /// A tick that never stops a call.
 pub(crate) fn keep_going() -> ControlFlow<()> {
@@ -289,93 +273,4 @@ pub(crate) fn outputs<'a, E: Element>(
     lse: &'a mut Array4<E::Accumulator>,
 ) -> Outputs<HostViewMut<'a>> {
     Outputs::new(E::view_mut(out.into()), Element::view_mut(lse.view_mut()))
-}
-
-struct Ring<'a, E: Element> {
-    case: &'a Case,
-    ranks: Vec<Rank<E>>,
-    workspaces: Vec<annulus_cpu::CpuWorkspace>,
-    /// K and V of each rank as records.
-    blocks: Vec<HostBuffer>,
-}
-
-impl<'a, E: Element> Ring<'a, E> {
-    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize) -> Result<Self> {
-        cpu.capabilities(&case.spec)?;
-        let ranks = (0..ranks)
-            .map(|rank| Rank::new(case, layout, rank, ranks))
-            .collect::<Result<Vec<_>>>()?;
-        let workspaces = ranks
-            .iter()
-            .map(|rank| cpu.workspace(&rank.shard, Passes::Forward))
-            .collect::<Result<_>>()?;
-        let record = case.spec.kv_row_layout();
-        let blocks =
-            ranks.iter().map(|rank| rank.keys_buffer(record.clone())).collect::<Result<_>>()?;
-        Ok(Self { case, ranks, workspaces, blocks })
-    }
-
-    fn run_forward(mut self, local_kv: LocalKv) -> Result<(Array4<f64>, Array3<f64>)> {
-        self.forward(local_kv, LastCall::AttendLast)?;
-        let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
-        let (mut out, mut lse) =
-            (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
-        for rank in &self.ranks {
-            scatter(&rank.out, &mut out, 1, rank.shard.queries.rows());
-            scatter(&rank.lse, &mut lse, 2, rank.shard.queries.rows());
-        }
-        Ok((out, lse.index_axis_move(Axis(3), 0)))
-    }
-
-    fn forward(&mut self, local_kv: LocalKv, last_call: LastCall) -> Result<()> {
-        let count = self.ranks.len();
-        let mut passes = Vec::new();
-        let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
-        for ((rank, workspace), block) in ranks {
-            let mut pass = workspace.forward(rank.inputs(), &mut keep_going)?;
-            let keys = rank.shard.keys.len();
-            let sent = if count > 1 { RowSet::all(keys as u64) } else { local_kv.sent(keys) };
-            pass.local_kv(block, &sent)?;
-            passes.push(pass);
-        }
-        let mut written = Vec::new();
-        for (r, mut pass) in passes.into_iter().enumerate() {
-            let rank = &self.ranks[r];
-            let mut out = rank.out.clone();
-            let mut lse = rank.lse.clone();
-            let (mut max, mut sum, mut ties) =
-                (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
-            let outputs_of_rank = &mut Outputs {
-                max: Some(Element::view_mut(max.view_mut())),
-                sum: Some(Element::view_mut(sum.view_mut())),
-                ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
-                ..outputs(&mut out, &mut lse)
-            };
-            for t in 0..count {
-                let owner = (r + t) % count;
-                let buffer = &self.blocks[owner];
-                let rows = &*self.ranks[owner].shard.keys;
-                let first_local = local_kv.first_local().filter(|_| t == 0);
-                let block = Block { buffer, ready: &(), rows, first_local };
-                if t + 1 == count && last_call == LastCall::AttendLast {
-                    pass.attend_last(&block, outputs_of_rank, &mut keep_going)?;
-                } else {
-                    pass.attend(&block, &mut keep_going)?;
-                }
-            }
-            pass.finish(outputs_of_rank, &mut keep_going)?;
-            written.push((out, lse, max, sum, ties));
-        }
-        for (rank, outputs) in self.ranks.iter_mut().zip(written) {
-            (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = outputs;
-        }
-        Ok(())
-    }
-}
-
-fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {
-    for (local, &row) in rows.iter().enumerate() {
-        into.index_axis_mut(Axis(axis), row as usize)
-            .assign(&from.index_axis(Axis(axis), local).mapv(E::to_f64));
-    }
 }
