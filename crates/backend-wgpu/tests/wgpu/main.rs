@@ -13,7 +13,6 @@ mod features;
 mod index_checks;
 mod limits;
 mod planted;
-mod real_size;
 mod several;
 mod tiles;
 mod transfers;
