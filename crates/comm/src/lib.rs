@@ -10,19 +10,17 @@
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
 //! | grids of heads × queries × keys, and rings over groups: [`heads_ring`] | `heads_ring/` |
 //! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
-//! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
 //! | wrapper: device memory over a host transport, [`Staged`] | `staged.rs` |
 //!
 //! A wrapper is a transport around a transport. Put [`Deadline`] outermost:
-//! `Deadline<Trace<Checksum<Threads>>>`. Tests inject faults by an innermost wrapper
+//! `Deadline<Trace<Threads>>`. Tests inject faults by an innermost wrapper
 //! (`annulus-mock-device`).
 #![cfg_attr(not(any(feature = "mpi", feature = "cuda")), forbid(unsafe_code))]
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
 pub mod agreement;
 mod calls;
-pub mod checksum;
 pub mod deadline;
 mod delegate;
 mod head_statistics;
@@ -51,7 +49,6 @@ pub use annulus_core::{Control, Host, Transport};
 
 pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
 pub use calls::{Report, caught};
-pub use checksum::Checksum;
 pub use deadline::{Cancellation, Deadline, Silence};
 pub use staged::Staged;
 pub use threads::Threads;

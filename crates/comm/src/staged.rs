@@ -236,11 +236,13 @@ pub(crate) struct Staging {
 
 impl Staging {
     /// Takes the smallest buffer of at least `bytes` bytes without another owner, or a new one.
+    #[cfg(any(feature = "mpi", test))]
     pub(crate) fn take(&mut self, bytes: u64) -> Result<HostBuffer> {
         self.take_or(bytes, HostBuffer::zeroed)
     }
 
-    /// As [`Staging::take`]; `allocate` makes a new buffer.
+    /// Takes the smallest buffer of at least `bytes` bytes without another owner, or a new one, which
+    /// `allocate` makes.
     pub(crate) fn take_or(
         &mut self,
         bytes: u64,

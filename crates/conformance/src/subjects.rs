@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
+use annulus_comm::{Deadline, Staged, Threads, threads};
 use annulus_core::{
     Backend, BackwardMode, Capabilities, Channel, Control, Host, Incoming, MessageHeader, Outgoing,
     Passes, Placement, RankShard, Result, Space, Spec, Transport,
@@ -136,7 +136,7 @@ fn cpu_rank(
     transport: Threads,
     delay: Duration,
 ) -> Result<RankSetup<HostMemory, Cpu>> {
-    let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
+    let late = Fault::random_delays(transport, rank as u64, delay);
     Ok(RankSetup {
         memory: HostMemory,
         backend: Cpu::new(2)?,
@@ -151,7 +151,7 @@ fn mock_rank(
 ) -> Result<RankSetup<Device, MockBackend>> {
     let memory = Device::new();
     let backend = MockBackend::new(memory.clone());
-    let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
+    let late = Fault::random_delays(transport, rank as u64, delay);
     let staged = Staged::<_, MockSpace>::new(late, memory.clone());
     Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
 }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use annulus::{LocalRing, Plan, backend::wgpu_rank};
-use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
+use annulus_comm::{Deadline, Staged, Threads, threads};
 use annulus_core::{BackwardMode, DType, Result};
 use annulus_cpu::Cpu;
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
@@ -104,17 +104,16 @@ impl WgpuRing {
         setting: &'a Setting,
         times: usize,
     ) -> Result<RankJob<'a>> {
-        let checked = Checksum::new(transport);
         let gpu = &self.gpus[rank % self.gpus.len()];
         if self.ranks == Ranks::Mixed && rank.is_multiple_of(2) {
             let setup = RankSetup {
                 memory: HostMemory,
                 backend: Cpu::new(1)?,
-                transport: Box::new(Deadline::new(checked, DEADLINE)?),
+                transport: Box::new(Deadline::new(transport, DEADLINE)?),
             };
             return Ok(Box::new(move || run_rank(case, setting, setup, times)));
         }
-        let staged = Staged::<_, WgpuSpace>::new(checked, Copier::new(gpu.clone()));
+        let staged = Staged::<_, WgpuSpace>::new(transport, Copier::new(gpu.clone()));
         let setup = RankSetup {
             memory: gpu.clone(),
             backend: Wgpu::new(gpu.clone()),
@@ -129,7 +128,7 @@ impl WgpuRing {
             let setup = setup.clone().map_runtime(|runtime| runtime.deadline(DEADLINE));
             LocalRing::from_plans(setup, dims, ranks, |rank, setup, endpoint| {
                 let gpu = &self.gpus[rank % self.gpus.len()];
-                let (backend, transport) = wgpu_rank(gpu, Checksum::new(endpoint));
+                let (backend, transport) = wgpu_rank(gpu, endpoint);
                 Plan::with_backend(setup, dims, backend, transport)
             })
         })

@@ -1,7 +1,7 @@
 //! Interface of a transport, which moves blocks between the ranks of a ring.
 //!
 //! Both traits are object safe. Only [`Transport::progress`] blocks, for at most its `timeout`.
-//! Deadlines, checksums, traces and fault injection are wrappers of the same trait instead of
+//! Deadlines, traces and fault injection are wrappers of the same trait instead of
 //! options of each transport, so that each is implemented once.
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};

@@ -1,5 +1,5 @@
-//! Fault injection: a wrapper that drops, delays, truncates, duplicates or corrupts messages, or
-//! dies. For tests of everything above the transport.
+//! Fault injection: a wrapper that drops, delays, truncates or duplicates messages, or dies. For
+//! tests of everything above the transport.
 //!
 //! The errors below are returned by the other ranks, each within its deadline + 1 s, if they wrap
 //! their transport in [`Deadline`](annulus_comm::Deadline) and abort on errors:
@@ -11,7 +11,6 @@
 //! | a message is delayed beyond the deadline | as if it was dropped |
 //! | a message is truncated | [`Error::Comm`] "… truncated …" on its receiver |
 //! | a message is duplicated | [`Error::Comm`] "duplicate message …" on its receiver, unless it has left before the copy arrives |
-//! | a message is corrupted | [`Error::Comm`] "checksum mismatch …" on its receiver under [`Checksum`](annulus_comm::Checksum); without it, undetected |
 //! | a rank dies and its endpoint stays | [`Error::Timeout`] with that rank on some rank that needs it |
 //! | a rank dies and its endpoint is dropped | [`Error::PeerLost`] with that rank on every rank that needs it |
 //!
@@ -24,8 +23,7 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
-    Transport, index,
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
 
 use annulus_comm::forward_control;
@@ -52,11 +50,6 @@ pub enum Injection {
     },
     /// Send number `send` is sent twice.
     Duplicate {
-        /// Number of the send.
-        send: u64,
-    },
-    /// One bit of send number `send` is flipped. An empty one is unchanged.
-    Corrupt {
         /// Number of the send.
         send: u64,
     },
@@ -167,7 +160,6 @@ impl<T: Transport<Host>> Fault<T> {
                 Injection::Truncate { send } if send == number => {
                     sending.header.ranges = first_half(&sending.header)
                 }
-                Injection::Corrupt { send } if send == number => self.corrupt(&mut sending)?,
                 _ => {}
             }
         }
@@ -179,24 +171,6 @@ impl<T: Transport<Host>> Fault<T> {
                 self.delayed.push((Instant::now() + delay, copy))
             }
         }
-        Ok(())
-    }
-
-    /// Replaces the bytes of a message by a copy with one flipped bit.
-    fn corrupt(&mut self, sending: &mut Sending) -> Result<()> {
-        let bytes = sending.header.bytes();
-        let mut corrupted = HostBuffer::zeroed(bytes)?;
-        if let (Some(to), true) = (corrupted.bytes_mut(), bytes > 0) {
-            let from = sending.buffer.bytes();
-            let ranges = sending.header.ranges.iter();
-            let parts: Vec<&[u8]> =
-                ranges.map(|range| &from[index(range.start)..index(range.end)]).collect();
-            to.copy_from_slice(&parts.concat());
-            let bit = self.random.below(8 * bytes);
-            to[index(bit / 8)] ^= 1 << (bit % 8);
-        }
-        sending.header.ranges = std::iter::once(0..bytes).collect();
-        sending.buffer = corrupted;
         Ok(())
     }
 

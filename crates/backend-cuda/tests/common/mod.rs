@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use annulus::{Attention, LocalRing, Plan, Setup, comm::ring::Ring};
-use annulus_comm::{Checksum, Deadline, Staged, threads};
+use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{
     Answer, Case, FacadeOn, RankSetup, RingSubject, Setting, Subject, TensorMemory, suite,
 };
@@ -79,11 +79,8 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
     RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<CudaMemory, Cuda>>> {
         let setup = |(rank, transport)| {
             let backend = make()?;
-            let late = Checksum::new(annulus_conformance::device::Fault::random_delays(
-                transport,
-                rank as u64,
-                delay,
-            ));
+            let late =
+                annulus_conformance::device::Fault::random_delays(transport, rank as u64, delay);
             let staged =
                 Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
             let memory = CudaMemory(backend.stream().clone());

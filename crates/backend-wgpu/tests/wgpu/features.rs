@@ -8,10 +8,7 @@
 //! Strategies other than the ring, for tensors in host memory: their exchanges are messages in host
 //! memory, the blocks of their rings are on the device.
 
-use annulus::{
-    Dims, Layout, LocalRing, Plan, Spec,
-    comm::{Checksum, Staged},
-};
+use annulus::{Dims, Layout, LocalRing, Plan, Spec, comm::Staged};
 use annulus_conformance::{Case, Draw, FacadeOn, Masks, Setting, golden, suite, wgpu::WgpuRing};
 use annulus_core::{Backend, BackwardMode, DType, Dropout, HostViews, Precision};
 use annulus_wgpu::{Copier, Gpu, Level, Options, Wgpu, WgpuSpace};
@@ -220,8 +217,7 @@ fn strategies_are_the_oracle() {
         FacadeOn::new("facade on wgpu", &[DType::F32, DType::Bf16], |attention, dims, ranks| {
             LocalRing::from_plans(attention, dims, ranks, |_, setup, endpoint| {
                 let copier = Copier::new(gpu.clone());
-                let staged =
-                    Staged::<_, HostViews<WgpuSpace>>::new(Checksum::new(endpoint), copier);
+                let staged = Staged::<_, HostViews<WgpuSpace>>::new(endpoint, copier);
                 Plan::with_backend(setup, dims, Wgpu::on_host(gpu.clone()), staged)
             })
         });

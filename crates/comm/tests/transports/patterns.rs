@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_comm::{Checksum, Deadline, Trace, TraceLog, barrier, trace};
+use annulus_comm::{Deadline, Trace, TraceLog, barrier, trace};
 use annulus_core::{Control, Host, Transport};
 use annulus_mock_device::{
     Fault,
@@ -28,7 +28,7 @@ fn stacked_wrappers_deliver_the_same_bytes_under_random_delays() {
             3,
             move |endpoint| {
                 let late = Fault::random_delays(endpoint, seed, Duration::from_millis(2));
-                let traced = Trace::new(Checksum::new(late), Instant::now());
+                let traced = Trace::new(late, Instant::now());
                 let boxed: Box<dyn Transport<Host>> = Box::new(traced);
                 Deadline::new(boxed, Duration::from_secs(10)).unwrap()
             },
