@@ -11,12 +11,11 @@
 //! | a case computed by the facade: [`facade`] | `facade.rs` |
 //! | [`Case`], [`Masks`]; the oracle's results: [`Truth`]; those of a subject: [`Answer`] | `case.rs` |
 //! | random cases: [`Case::random`], [`mask_object`], [`set_of_batch`] | `random.rs` |
-//! | cases computed elsewhere: [`golden`] | `golden.rs`, `expected.rs` |
+//! | cases computed elsewhere: [`golden`] | `golden.rs`, `judge.rs` |
 //! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
 mod case;
 mod draw;
-mod expected;
 pub mod facade;
 pub mod golden;
 mod judge;
@@ -25,8 +24,8 @@ mod random;
 
 pub use case::{Answer, Case, Masks, Truth};
 pub use draw::Draw;
-pub use expected::{Expected, WrongArray};
 pub use facade::RankAnswer;
+pub use judge::{Expected, WrongArray};
 pub use judge::{Judge, epsilon};
 pub use plain::plain;
 pub use random::{mask_object, set_of_batch};

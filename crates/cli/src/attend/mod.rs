@@ -1,7 +1,6 @@
 //! `annulus attend`: computes attention of the tensors in a file on a ring of ranks.
 
 pub(crate) mod output;
-mod progress;
 mod run;
 mod summary;
 

@@ -1,7 +1,6 @@
 //! `annulus bench`: measures time and arithmetic rate, one JSON line for each case.
 
 mod case;
-mod clock;
 
 use annulus_comm::Descriptor;
 use annulus_core::{DType, Dims, Fingerprint};

@@ -6,7 +6,6 @@ pub mod kv_cache;
 mod matrix;
 mod nonfinite;
 mod numeric;
-mod out_residual;
 mod pairwise;
 
 pub use bits::{
@@ -20,8 +19,8 @@ pub use matrix::{
     sizes, strategies, strategy_settings,
 };
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
+pub use numeric::out_residual;
 pub use numeric::{numeric_rules, numeric_rules_on};
-pub use out_residual::out_residual;
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 
 use annulus_plan::Layout;

@@ -2,6 +2,5 @@
 //! deadlines are short beside the computations of the suite.
 
 mod faults;
-mod refusing;
 mod slow_ranks;
 mod update;

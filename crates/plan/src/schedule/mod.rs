@@ -67,7 +67,6 @@ mod row_exchange;
 #[cfg(test)]
 mod tests;
 mod tile_order;
-mod traffic;
 mod work;
 
 pub(crate) use balanced::BALANCED;
@@ -76,8 +75,8 @@ pub use choice::Choice;
 pub use listed::{OwnerPairs, RankNeeds, needed_rows};
 pub use rank_schedule::RankSchedule;
 pub use ring_traffic::RingTraffic;
+pub use ring_traffic::Traffic;
 pub use route::Route;
-pub use traffic::Traffic;
 pub use work::{Work, WorkMatrix};
 
 use annulus_core::{Channel, RowSet};
