@@ -42,9 +42,7 @@ use std::{
 
 use annulus::{Attention, DType, Dims, Error, Result};
 use annulus_bench::{
-    Parameters,
-    comparison::{SHAPES, Verification},
-    draw, median,
+    Parameters, draw, median, {SHAPES, Verification},
 };
 use annulus_cuda::{
     Cuda, Level, Variant,

@@ -14,8 +14,7 @@ use std::{
 
 use annulus::{Attention, DType, Dims, Error, Result, comm::ring::Ring};
 use annulus_bench::{
-    comparison::{Results, Verification, have_same_bits},
-    draw,
+    draw, {Results, Verification, have_same_bits},
 };
 use annulus_comm::{Staged, threads};
 use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};

@@ -34,9 +34,7 @@ use std::process::ExitCode;
 
 use annulus::DType;
 use annulus_bench::{
-    Parameters,
-    comparison::{SHAPES, Verification},
-    median,
+    Parameters, median, {SHAPES, Verification},
 };
 use annulus_core::{Error, Result};
 use annulus_wgpu::{Gpu, Level, Options, QueryTileSize};

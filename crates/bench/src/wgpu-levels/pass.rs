@@ -11,8 +11,7 @@ use annulus::{
     },
 };
 use annulus_bench::{
-    comparison::{Results, Verification, have_same_bits},
-    draw, uniform,
+    draw, uniform, {Results, Verification, have_same_bits},
 };
 use annulus_core::{BackwardInputs, Error, Gradients, Inputs, Outputs};
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};

@@ -20,8 +20,8 @@ use annulus_core::{
 use ndarray::Array4;
 
 use crate::{
-    harness::{Harness, Verdict, ensure},
     messages::{agreed, drain, failure, wait_for},
+    {Harness, Verdict, ensure},
 };
 
 /// Groups of messages of each rank.

@@ -17,11 +17,11 @@ use annulus_conformance::{
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{BackwardMode, Host, Placement, Result, Runs, Transport, index};
+use annulus_core::{BackwardMode, Host, Placement, Runs, Transport, index};
 use annulus_plan::Route;
 use ndarray::{Array2, Array4, ArrayViewMutD, Axis, s};
 
-use crate::harness::{Harness, Verdict, ensure};
+use crate::{Harness, Verdict, ensure};
 
 /// Longest wait for a silent peer: far above the time of any case.
 const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);

@@ -22,7 +22,7 @@ use annulus_comm::{
 use annulus_core::{Control, Error, Host, Incoming, Outgoing, Result, Transport};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::harness::{Harness, Verdict, bits, ensure, passes};
+use crate::{Harness, Verdict, bits, ensure, passes};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };

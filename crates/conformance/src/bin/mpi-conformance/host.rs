@@ -35,7 +35,7 @@ use annulus_mpi::rsmpi::{
 };
 use ndarray::Array4;
 
-use crate::harness::{Verdict, ensure};
+use crate::{Verdict, ensure};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 20, kv_len: 20, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };

@@ -12,7 +12,7 @@ use annulus_core::{
     Result, Transport,
 };
 
-use crate::harness::{Harness, Verdict, ensure};
+use crate::{Harness, Verdict, ensure};
 
 /// Longest wait of one `progress`; short, so that errors and limits are checked often.
 const GLANCE: Duration = Duration::from_millis(20);

@@ -21,7 +21,7 @@ use ndarray::Array2;
 
 use crate::{
     failures::{self, Mortal},
-    harness::{Harness, Verdict, ensure, tensors},
+    {Harness, Verdict, ensure, tensors},
 };
 
 const DIMS: Dims =

@@ -15,7 +15,7 @@ use annulus_comm::{
 use annulus_core::{Control, Error, Host, Result, Transport};
 use ndarray::Array4;
 
-use crate::harness::{Harness, Verdict, ensure};
+use crate::{Harness, Verdict, ensure};
 
 /// Deadline of every endpoint here. `scripts/scale-check` derives the number of heartbeats from it.
 const DEADLINE: Duration = Duration::from_secs(8);

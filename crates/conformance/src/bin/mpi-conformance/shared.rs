@@ -12,7 +12,7 @@ use annulus_core::{
     Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Result, Transport,
 };
 
-use crate::harness::{Bits, Harness, Verdict, bits, ensure, tensors};
+use crate::{Bits, Harness, Verdict, bits, ensure, tensors};
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 56, kv_len: 56, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
