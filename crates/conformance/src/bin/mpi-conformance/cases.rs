@@ -164,7 +164,7 @@ pub(crate) fn examine(
         answers.extend(merged(harness, subject, case, setting)?);
     }
     let Some(first) = answers.first() else { return Ok(()) };
-    Judge::new(case).map_err(|error| error.to_string())?.check(first)?;
+    Judge::new(&suite::dense_twin(case)).map_err(|error| error.to_string())?.check(first)?;
     let threads = of_threads.subject.run(case, of_threads.setting, 1);
     let threads = threads.map_err(|error| format!("over threads: {error}"))?;
     let threads = threads.first().ok_or("no answer over threads")?;
