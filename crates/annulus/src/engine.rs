@@ -33,6 +33,7 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
     fn list_bias_gradient(&self) -> Option<Vec<f64>>;
+    fn set_list_bias_direction(&mut self, direction: Vec<f64>);
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     /// Returns the strategy that was given or, of [`Strategy::Auto`], chosen.
@@ -199,6 +200,10 @@ impl<B: Backend> RankEngine<B::Space> for DeviceRing<B> {
         self.ring.list_bias_gradient()
     }
 
+    fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+        self.ring.set_list_bias_direction(direction);
+    }
+
     fn work(&self) -> (Work, usize) {
         (self.ring.work(), self.facts().ring_index)
     }
@@ -352,6 +357,12 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
             Form::Ring(ring) => ring.list_bias_gradient(),
             // it has refused the lists
             Form::HeadsRing(_) => None,
+        }
+    }
+
+    fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+        if let Form::Ring(ring) = &mut self.form {
+            ring.set_list_bias_direction(direction);
         }
     }
 

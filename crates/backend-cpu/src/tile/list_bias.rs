@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-/// The numbers of a rank's key lists.
+/// Numbers of a rank's key lists: their bias, or its direction.
 #[derive(Clone, Copy)]
 pub(crate) struct ListBias<'a> {
     listed: ListedKeys<'a>,
@@ -29,6 +29,11 @@ impl<'a> ListBias<'a> {
     pub(crate) fn of(listed: Option<ListedKeys<'a>>) -> Option<Self> {
         let listed = listed?;
         Some(Self { listed, bias: listed.lists.bias()? })
+    }
+
+    /// Returns other numbers of the same lists.
+    pub(crate) fn with(self, numbers: &'a [f64]) -> Self {
+        Self { bias: numbers, ..self }
     }
 
     /// Calls `each` with the element of each visible pair of a tile and its entry in the lists.

@@ -244,20 +244,16 @@ pub(crate) fn second_derivatives(
     spec: &Spec,
     options: &RingOptions,
     capabilities: &Capabilities,
-    ranks: usize,
 ) -> Result<()> {
     if !options.second_derivatives {
         return Ok(());
     }
-    let two_pass = options.backward && spec.backward == BackwardMode::TwoPass && ranks > 1;
     let by = if !capabilities.second_derivatives {
         format!("the {} backend", capabilities.name)
     } else if spec.leaf_rows.is_some() {
         "the reproducible order (reproducible)".to_owned()
     } else if !spec.normalize {
         "an output that is not normalised (unnormalized)".to_owned()
-    } else if two_pass {
-        "a backward pass in two passes (backward_mode) over several ranks".to_owned()
     } else {
         return Ok(());
     };

@@ -36,14 +36,7 @@ const WHAT: &str = "rows that key_lists need";
 
 /// Refuses key lists in a ring that cannot send exactly the rows that they need.
 pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> {
-    let Some(lists) = &batch.key_lists else { return Ok(()) };
-    if lists.bias().is_some() && agreed.second_derivatives {
-        return Err(Error::unsupported("key_list_bias", "second derivatives"));
-    }
-    if ranks == 1 {
-        return Ok(());
-    }
-    match agreed.given_route {
+    match agreed.given_route.filter(|_| batch.key_lists.is_some() && ranks > 1) {
         Some(route) if route != Route::Direct => Err(Error::unsupported(
             "key_lists",
             format!("route {}: they need direct", route.name()),

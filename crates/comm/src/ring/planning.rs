@@ -86,7 +86,7 @@ pub(crate) fn check_plan<B: Backend>(
     let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
     let spec = Spec { backward, ..spec };
     check::two_pass(&spec, ranks)?;
-    check::second_derivatives(&spec, options, &capabilities, ranks)?;
+    check::second_derivatives(&spec, options, &capabilities)?;
     check::bias_table(&spec, &capabilities)?;
     check::statistics::<B::Space>(&spec, options, &capabilities)?;
     check::reduction::<B::Space>(&spec, options, ranks)?;
