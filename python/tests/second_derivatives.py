@@ -89,6 +89,9 @@ def drawn(number: int, least: int = 3) -> Configuration:
     has_rows = bias is not None and bias.ndim == 4 and bias.shape[2] > 1
     if not has_rows and "attention_mask" not in options and chance(0.3):
         options["fused_backward"] = False
+    if ranks == 2 and heads % 2 == 0 and "key_lists" not in options and chance(0.4):
+        options["strategy"] = "heads:2"
+        options.pop("route", None)
     return Configuration(tensors, options, ranks)
 
 

@@ -418,10 +418,7 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         inputs: TangentInputs<HostView<'_>>,
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        match &mut self.form {
-            Form::Ring(ring) => ring.jvp(&inputs, outputs),
-            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
-        }
+        either!(&mut self.form, of => of.jvp(&inputs, outputs))
     }
 
     fn double_backward(
@@ -430,10 +427,7 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for Engine<B> {
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
         gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        match &mut self.form {
-            Form::Ring(ring) => ring.double_backward(&inputs, outputs, gradients),
-            Form::HeadsRing(grid) => Err(refuse_tangents(grid)),
-        }
+        either!(&mut self.form, of => of.double_backward(&inputs, outputs, gradients))
     }
 
     fn refuse(&mut self, why: Error) -> Error {
@@ -451,12 +445,6 @@ impl<B: Backend<Space: HostTensors>> fmt::Display for Engine<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         either!(&self.form, of => fmt::Display::fmt(of, f))
     }
-}
-
-/// Refuses second derivatives on a grid, whose plan with them is refused.
-fn refuse_tangents<B: Backend<Space: HostTensors>>(grid: &mut HeadsRing<B>) -> Error {
-    let strategy = grid.strategy();
-    grid.refuse(Error::unsupported("second_derivatives", format!("strategy {strategy}")))
 }
 
 /// A strategy, and its route if it was chosen for that.

@@ -26,7 +26,7 @@ use super::{
     check,
     in_flight::InFlight,
     overlap,
-    plan::GroupPace,
+    plan::{Agreed, GroupPace},
     program,
     ring_loop::OnePassCirculation,
     step_events::CirculationKind,
@@ -51,12 +51,8 @@ impl<B: Backend> Ring<B> {
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let list_bias = self.list_bias_direction.take();
-        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs).and_then(|()| {
-            let given = inputs.dout.is_some() || inputs.dlse.is_some();
-            let refused = || Error::invalid("dout", "a tensor", "nothing: it is not of a JVP");
-            if given { Err(refused()) } else { Ok(()) }
-        });
-        self.call_named("jvp", self.tangent_bytes(), checked, |ring| {
+        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, None);
+        self.call_named("jvp", self.tangent_bytes(false), checked, |ring| {
             ring.tangent_loop(inputs, list_bias.as_deref(), outputs, None)
         })
     }
@@ -87,18 +83,8 @@ impl<B: Backend> Ring<B> {
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
         let list_bias = self.list_bias_direction.take();
-        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs).and_then(|()| {
-            if !self.agreed.backward {
-                return Err(check::forward_only());
-            }
-            if inputs.dout.is_none() {
-                return Err(Error::invalid("dout", "nothing", "a tensor shaped as out"));
-            }
-            let got = gradients.as_ref().map(B::Space::describe_mut);
-            check::Shapes::of(&self.shard).gradients(&got)
-        });
-        let sums = self.plan.tangents.as_ref().map_or(0, |of| of.gradient_bytes_sent());
-        let bytes = 2 * self.tangent_bytes() + sums + self.reduce_bytes();
+        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, Some(gradients));
+        let bytes = self.tangent_bytes(true) + self.reduce_bytes();
         self.call_named("double_backward", bytes, checked, |ring| {
             let list_bias = list_bias.as_deref();
             let waited = ring.tangent_loop(inputs, list_bias, outputs, Some(&mut *gradients))?;
@@ -111,11 +97,10 @@ impl<B: Backend> Ring<B> {
         inputs: &TangentInputs<View<'_, B::Space>>,
         list_bias: Option<&[f64]>,
         outputs: &TangentOutputs<ViewMut<'_, B::Space>>,
+        gradients: Option<&Gradients<ViewMut<'_, B::Space>>>,
     ) -> Result<()> {
-        if !self.agreed.second_derivatives {
-            let want = "true: it was not set when the plan was made";
-            return Err(Error::invalid("second_derivatives", false, want));
-        }
+        let Agreed { second_derivatives, backward, .. } = self.agreed;
+        check::plan_of_tangents([second_derivatives, backward], gradients.is_some())?;
         if let Some(direction) = list_bias {
             let lists = self.shard.key_lists.as_ref();
             let pairs = lists.and_then(|lists| lists.bias()).map_or(0, <[f64]>::len);
@@ -125,20 +110,25 @@ impl<B: Backend> Ring<B> {
                 return Err(Error::invalid("direction of key_list_bias", got, want));
             }
         }
-        let shapes = check::Shapes::of(&self.shard);
-        shapes.tangent_inputs(&inputs.as_ref().map(B::Space::describe))?;
-        shapes.tangent_outputs(&outputs.as_ref().map(B::Space::describe_mut))
+        let gradients = gradients.map(|of| of.as_ref().map(B::Space::describe_mut));
+        check::Shapes::of(&self.shard).tangents(
+            &inputs.as_ref().map(B::Space::describe),
+            &outputs.as_ref().map(B::Space::describe_mut),
+            gradients.as_ref(),
+        )
     }
 
-    /// Returns the payload bytes that this rank sends in one circulation of keys, values and their
-    /// tangents.
-    fn tangent_bytes(&self) -> u64 {
-        self.plan.tangents.as_ref().map_or(0, |program| program::kv_bytes_sent(&program.steps))
+    /// Returns the payload bytes that this rank sends in a JVP or, if `is_double`, in a double
+    /// backward, without those of its sums over ranks.
+    pub(crate) fn tangent_bytes(&self, is_double: bool) -> u64 {
+        let Some(program) = &self.plan.tangents else { return 0 };
+        let blocks = program::kv_bytes_sent(&program.steps);
+        if is_double { 2 * blocks + program.gradient_bytes_sent() } else { blocks }
     }
 
     /// Runs a JVP or, with `gradients`, a double backward, within a call of all ranks. Returns the
     /// exposed communication.
-    fn tangent_loop(
+    pub(crate) fn tangent_loop(
         &mut self,
         inputs: &TangentInputs<View<'_, B::Space>>,
         list_bias: Option<&[f64]>,
