@@ -197,10 +197,12 @@ def check_over_ranks(number: int, comm: Any) -> None:
     changed = {*axes, "key_lists"}
     options = {name: own(name, x) for name, x in configuration.options.items() if name in changed}
     options["comm"] = comm
+    if comm.size != 2:
+        options["strategy"] = "ring"
     draw = np.random.default_rng(number)
     tensors = list(configuration.tensors.values())
     direction = [tensor(draw, *x.shape).detach() for x in tensors]
-    whole = attend(configuration)
+    whole = attend(configuration, strategy="ring")
     weights = [tensor(draw, *x.shape) for x in whole(*tensors)]
     rows = ((slice(None), q_rows), (slice(None), slice(None), q_rows))
     tangents = [torch.func.jvp(f, tuple(tensors), tuple(direction)) for f in (of_rank, whole)]

@@ -63,7 +63,7 @@ def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
 
 
 def _of_given(tensors: Any, values: Any) -> list[Any]:
-    """Returns for each tensor the next of ``values`` if it is differentiated and given, else None."""
+    """Returns the next of ``values`` for each given tensor that is differentiated, else None."""
     return [
         next(values) if place in _DIFFERENTIATED and tensor is not None else None
         for place, tensor in enumerate(tensors)
