@@ -238,7 +238,7 @@ def flash_attention(
     q_positions: Any = None,
     kv_positions: Any = None,
     key_lists: Any = None,
-    list_bias: bool = False,
+    list_bias: Any = False,
     mask_builder: Mask | None = None,
     # options.toml: flash_attention
     attention_sink_size: int = 0,
@@ -291,7 +291,8 @@ def flash_attention(
             kv_len]``, whose stored entries are visible whatever their values, (indptr, indices), or
             (indptr, starts, ends) of ranges of keys, as ``masks.key_blocks`` makes. With
             ``groups · q_len`` rows, the lists of each group of query heads.
-        list_bias: True to add the values of a CSR array to the scores.
+        list_bias: True to add the values of a CSR array to the scores; or an array of these
+            numbers, one for each listed pair.
         threads: CPU threads that compute. Default: the cores of the machine.
         backend, device: What computes (``cpu``, ``wgpu``, ``cuda`` or ``hip``), and the number of
             the GPU, see ``Plan``. Default: ``cpu``; for arrays in the memory of an NVIDIA GPU,
@@ -342,7 +343,7 @@ def ring_attention(
     q_positions: Any = None,
     kv_positions: Any = None,
     key_lists: Any = None,
-    list_bias: bool = False,
+    list_bias: Any = False,
     # options.toml: ring_attention
     attention_sink_size: int = 0,
     prefix_len: int | None = None,
@@ -485,7 +486,7 @@ def with_lists(given: Arguments) -> Arguments:
     if "key_lists" not in given:
         return given
     given = dict(given)
-    value, bias = given.pop("key_lists"), _check.boolean("list_bias", given.pop("list_bias"))
+    value, bias = given.pop("key_lists"), given.pop("list_bias")
     if value is None:
         return {**given, **_key_lists.split(None, 0, list_bias=bias)}
     shape = getattr(given["query"], "shape", (0, 0))

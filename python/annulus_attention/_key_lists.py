@@ -13,20 +13,23 @@ NAMES = ("key_list_offsets", "key_list_indices", "key_list_ends", "key_list_bias
 """Arrays of a batch that ``key_lists`` stands for."""
 
 
-def split(value: Any, queries: int, *, list_bias: bool = False) -> dict[str, Any]:
+def split(value: Any, queries: int, *, list_bias: Any = False) -> dict[str, Any]:
     """Returns the arrays of key lists: offsets ``[batch or 1, groups, queries + 1]`` and indices.
 
     Args:
         value: A CSR or BSR array of SciPy or torch of ``groups · queries`` rows, (indptr, indices),
             or (indptr, starts, ends).
         queries: Query rows that the caller passes.
-        list_bias: True to add the values of the array to the scores.
+        list_bias: True to add the values of the array to the scores; or these numbers.
     """
+    is_flag = isinstance(list_bias, bool | np.bool_)
     if value is None:
-        if list_bias:
+        if not is_flag or list_bias:
             raise invalid("list_bias", list_bias, "False, since no key_lists are given")
         return dict.fromkeys(NAMES)
     indptr, indices, ends, values = _parts(value)
+    if not is_flag:
+        values, list_bias = list_bias, True
     if list_bias and values is None:
         raise invalid("list_bias", list_bias, "False, since the pairs of key_lists have no values")
     offsets = _arrays.integers("key_lists", indptr, "int64", np.ndim(indptr))

@@ -306,7 +306,7 @@ class Plan:
         cum_seqlens_q: Any = None,
         cum_seqlens_k: Any = None,
         key_lists: Any = None,
-        list_bias: bool = False,
+        list_bias: Any = False,
     ) -> None:
         """Adapts the plan to a batch. What is not given is removed; ``update()`` removes all.
 
@@ -324,8 +324,8 @@ class Plan:
                 makes. With ``comm`` the rows of this rank and all keys; it then receives the
                 listed rows of other ranks and no others. With ``groups · rows`` rows, the lists of
                 each group of query heads.
-            list_bias: True to add the values of a CSR array to the scores. Their gradient is
-                ``Gradients.dlist_bias``.
+            list_bias: True to add the values of a CSR array to the scores; or an array of these
+                numbers, one for each listed pair. Their gradient is ``Gradients.dlist_bias``.
         """
         with self._collective():
             columns, kv_len = _key_lists.columns(key_lists), self._lengths["kv_len"]
@@ -452,12 +452,22 @@ class Plan:
                     arrays[name] = memory.converted(name, memory.tensor(name, array), acc)
             gradients = self._empty_gradients(arrays, like)
             reports = self._plan.backward({**arrays, **gradients})
-            dlist_bias = None
-            if self._biased_pairs is not None:
-                dlist_bias = np.empty(self._biased_pairs)
-                self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
+            dlist_bias = self._list_bias_gradient()
         results = self._gradients(inputs, gradients, reports_of(reports))
         return replace(results, dlist_bias=dlist_bias)
+
+    def _list_bias_gradient(self) -> Any:
+        """Returns the gradient of the values of key_lists that the last pass has computed."""
+        if self._biased_pairs is None:
+            return None
+        dlist_bias = np.empty(self._biased_pairs)
+        self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
+        return dlist_bias
+
+    def _set_list_bias_direction(self, name: str, direction: Any) -> None:
+        """Sets the direction of the values of key_lists in the next pass."""
+        if direction is not None:
+            self._plan.set_list_bias_direction({"direction": _key_lists.numbers(name, direction)})
 
     def jvp(
         self,
@@ -472,6 +482,7 @@ class Plan:
         softmax_aux: Any = None,
         bias_tangent: Any = None,
         softmax_aux_tangent: Any = None,
+        list_bias_tangent: Any = None,
     ) -> Jvp:
         """Computes out, lse and their derivatives along the tangents of the inputs.
 
@@ -481,6 +492,7 @@ class Plan:
             query, key, value, bias, softmax_aux: As in ``forward``.
             query_tangent, key_tangent, value_tangent: Shape and element type of query, key, value.
             bias_tangent, softmax_aux_tangent: Shapes of bias and softmax_aux. Default: 0.
+            list_bias_tangent: Of the values of key_lists, ``[listed pairs]``. Default: 0.
         """
         tangents = (query_tangent, key_tangent, value_tangent, bias_tangent, softmax_aux_tangent)
         with self._collective():
@@ -495,6 +507,7 @@ class Plan:
                 "out_tangent": memory.empty(whole, self._dtype, like),
                 "lse_tangent": memory.empty(statistics, acc, like),
             }
+            self._set_list_bias_direction("list_bias_tangent", list_bias_tangent)
             reports = self._plan.jvp({**inputs.arrays, **direction, **outputs})
         results = {
             name: memory.given_back(array, self._dtype if name.startswith("out") else acc, like)
@@ -517,6 +530,7 @@ class Plan:
         softmax_aux: Any = None,
         dbias_cotangent: Any = None,
         dsoftmax_aux_cotangent: Any = None,
+        dlist_bias_cotangent: Any = None,
     ) -> DoubleBackward:
         """Computes the gradients of ``backward``'s gradients: those of their product with the
         cotangents, with respect to the inputs, dout and dlse. It needs no result of ``forward``.
@@ -529,6 +543,7 @@ class Plan:
             dout, dlse: As in ``backward``.
             dq_cotangent, dk_cotangent, dv_cotangent: Shape and element type of query, key, value.
             dbias_cotangent, dsoftmax_aux_cotangent: Shapes of bias and softmax_aux. Default: 0.
+            dlist_bias_cotangent: Of the values of key_lists, ``[listed pairs]``. Default: 0.
         """
         cotangents = (dq_cotangent, dk_cotangent, dv_cotangent)
         with self._collective():
@@ -546,9 +561,12 @@ class Plan:
             ddout = memory.empty(whole, self._dtype, like)
             ddlse = memory.empty(statistics, acc, like)
             written = {**gradients, "ddout": ddout, "ddlse": ddlse}
+            self._set_list_bias_direction("dlist_bias_cotangent", dlist_bias_cotangent)
             reports = reports_of(self._plan.double_backward({**arrays, **written}))
+            dlist_bias = self._list_bias_gradient()
+        of_inputs = self._gradients(inputs, gradients, reports)
         return DoubleBackward(
-            inputs=self._gradients(inputs, gradients, reports),
+            inputs=replace(of_inputs, dlist_bias=dlist_bias),
             ddout=memory.given_back(ddout, self._dtype, like),
             ddlse=memory.given_back(ddlse, acc, like),
             reports=reports,

@@ -167,6 +167,22 @@ impl Plan {
         })
     }
 
+    /// Sets the direction of the bias of the key lists in the next JVP or double backward.
+    fn set_list_bias_direction(&self, arrays: &Bound<'_, PyDict>) -> Raises<()> {
+        let direction = needed(arrays, "direction")?;
+        let direction = direction.view::<f64, Ix1>()?.to_vec();
+        self.session.with(|engine| {
+            match engine {
+                Engine::Local(ring) => ring.set_list_bias_direction(&direction)?,
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => plan.set_list_bias_direction(direction),
+                #[cfg(feature = "cuda")]
+                Engine::Device(_) => return Err(no_second_derivatives().into()),
+            }
+            Ok(())
+        })
+    }
+
     /// Writes the gradient of the bias of the key lists to `dlist_bias`.
     fn list_bias_gradient(&self, arrays: &Bound<'_, PyDict>) -> Raises<()> {
         let into = needed(arrays, "dlist_bias")?;

@@ -77,7 +77,29 @@ def drawn(number: int, least: int = 3) -> Configuration:
         options["bias_table"] = list(tables)[int(draw.integers(len(tables)))]
         shape = (heads if chance(0.5) else 1, tables[options["bias_table"]])
         tensors["bias"] = tensor(draw, *shape)
+    if chance(0.3):
+        groups = (1, kv_heads, heads)[int(draw.integers(3))]
+        listed = draw.random((batch if chance(0.4) else 1, groups, q_len, kv_len)) < 0.6
+        listed[0, 0, 0, 0] = True
+        options["key_lists"] = lists(listed)
+        options.pop("route", None)
+        if chance(0.7):
+            tensors["list_bias"] = tensor(draw, int(listed.sum()))
+    bias = tensors.get("bias")
+    has_rows = bias is not None and bias.ndim == 4 and bias.shape[2] > 1
+    if not has_rows and "attention_mask" not in options and chance(0.3):
+        options["fused_backward"] = False
+    if ranks == 2 and heads % 2 == 0 and "key_lists" not in options and chance(0.4):
+        options["strategy"] = "heads:2"
+        options.pop("route", None)
     return Configuration(tensors, options, ranks)
+
+
+def lists(listed: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Returns indptr and indices of the pairs that are listed, by batch row, group and query."""
+    ends = np.cumsum(listed.sum(-1)).reshape(*listed.shape[:2], -1)
+    starts = np.concatenate([[0], ends[..., -1].ravel()[:-1]]).reshape(*listed.shape[:2], 1)
+    return np.concatenate([starts, ends], axis=-1), np.nonzero(listed)[-1]
 
 
 def visible(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Any]:
@@ -153,6 +175,16 @@ def check_over_ranks(number: int, comm: Any) -> None:
     axes |= {"q_segment_ids": (1, q_rows), "kv_segment_ids": (1, kv_rows)}
 
     def own(name: str, x: Any) -> Any:
+        if name in ("key_lists", "list_bias"):
+            indptr, indices = configuration.options["key_lists"]
+            spans = np.stack([indptr[..., :-1], indptr[..., 1:]], axis=-1)[:, :, q_rows]
+            entries = np.concatenate([np.arange(*span) for span in spans.reshape(-1, 2)])
+            if name == "list_bias":
+                return x[entries]
+            listed = np.zeros((*spans.shape[:3], kv_len), dtype=bool)
+            for at in np.ndindex(*spans.shape[:3]):
+                listed[at][indices[slice(*spans[at])]] = True
+            return lists(listed)
         axis, rows = axes.get(name, (0, None))
         # a table is whole on every rank
         whole = rows is None or x.ndim <= axis or x.shape[axis] == 1
@@ -162,12 +194,15 @@ def check_over_ranks(number: int, comm: Any) -> None:
         parts = [own(name, x) for name, x in zip(configuration.tensors, tensors, strict=True)]
         return attend(configuration, **options)(*parts)
 
-    options = {name: own(name, x) for name, x in configuration.options.items() if name in axes}
+    changed = {*axes, "key_lists"}
+    options = {name: own(name, x) for name, x in configuration.options.items() if name in changed}
     options["comm"] = comm
+    if comm.size != 2:
+        options["strategy"] = "ring"
     draw = np.random.default_rng(number)
     tensors = list(configuration.tensors.values())
     direction = [tensor(draw, *x.shape).detach() for x in tensors]
-    whole = attend(configuration)
+    whole = attend(configuration, strategy="ring")
     weights = [tensor(draw, *x.shape) for x in whole(*tensors)]
     rows = ((slice(None), q_rows), (slice(None), slice(None), q_rows))
     tangents = [torch.func.jvp(f, tuple(tensors), tuple(direction)) for f in (of_rank, whole)]

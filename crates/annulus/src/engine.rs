@@ -33,6 +33,7 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
     fn list_bias_gradient(&self) -> Option<Vec<f64>>;
+    fn set_list_bias_direction(&mut self, direction: Vec<f64>);
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     fn on_step(&mut self, hook: StepHook);
@@ -131,6 +132,10 @@ where
         self.list_bias_gradient()
     }
 
+    fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+        self.set_list_bias_direction(direction);
+    }
+
     fn work(&self) -> (Work, usize) {
         (self.work(), facts_of_ring(self).ring_index)
     }
@@ -208,6 +213,10 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
         RankFigures { buffer_bytes: self.buffer_bytes(), ..figures_of_ring(self.ring()) }
     }
 
+    fn set_list_bias_direction(&mut self, _: Vec<f64>) {
+        // it has refused the lists
+    }
+
     fn schedule(&self) -> Schedule {
         self.ring().schedule()
     }
@@ -251,29 +260,24 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
 
     fn jvp(
         &mut self,
-        _: TangentInputs<HostView<'_>>,
-        _: &mut TangentOutputs<HostViewMut<'_>>,
+        inputs: TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        Err(refuse_tangents(self))
+        self.jvp(&inputs, outputs)
     }
 
     fn double_backward(
         &mut self,
-        _: TangentInputs<HostView<'_>>,
-        _: &mut TangentOutputs<HostViewMut<'_>>,
-        _: &mut Gradients<HostViewMut<'_>>,
+        inputs: TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        Err(refuse_tangents(self))
+        self.double_backward(&inputs, outputs, gradients)
     }
 
     fn refuse(&mut self, why: Error) -> Error {
         self.refuse(why)
     }
-}
-
-fn refuse_tangents<B: Backend<Space: HostTensors>>(grid: &mut HeadsRing<B>) -> Error {
-    let strategy = grid.strategy();
-    grid.refuse(Error::unsupported("second_derivatives", format!("strategy {strategy}")))
 }
 
 /// An engine, and its strategy: the one that was given or, of [`Strategy::Auto`], chosen.

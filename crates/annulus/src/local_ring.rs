@@ -136,25 +136,41 @@ impl LocalRing {
         Ok(())
     }
 
-    /// Returns the gradient of the bias of the key lists that the last backward pass has computed.
+    /// Returns the gradient of the bias of the key lists that the last backward pass or double
+    /// backward has computed.
     ///
     /// # Shapes
     /// `[listed pairs]`, in the order of [`KeyLists`]; `None` without a bias.
     pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
         let lists = self.key_lists.as_ref()?;
         let mut whole = vec![0.0; lists.len()];
-        let [batches, groups, _] = lists.shape();
         for plan in &self.ranks {
             let part = plan.list_bias_gradient()?;
-            let mut part = part.iter();
-            for (batch, group) in (0..batches).flat_map(|b| (0..groups).map(move |g| (b, g))) {
-                for row in plan.q_rows().iter() {
-                    let entries = lists.entries(batch, group, index(row.cast_unsigned()));
-                    whole[entries].iter_mut().zip(&mut part).for_each(|(into, &of)| *into = of);
-                }
-            }
+            entries_of(lists, plan.q_rows()).zip(part).for_each(|(entry, of)| whole[entry] = of);
         }
         Some(whole)
+    }
+
+    /// Sets the direction of the bias of the key lists in the next JVP or double backward, as
+    /// [`Plan::set_list_bias_direction`].
+    ///
+    /// # Shapes
+    /// `[listed pairs]`, in the order of [`KeyLists`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another number of elements.
+    pub fn set_list_bias_direction(&mut self, direction: &[f64]) -> Result<()> {
+        let lists = self.key_lists.as_ref().filter(|lists| lists.len() == direction.len());
+        let Some(lists) = lists else {
+            let got = format!("{} numbers", direction.len());
+            let want = "one for each listed pair";
+            return Err(Error::invalid("direction of key_list_bias", got, want));
+        };
+        for plan in &mut self.ranks {
+            let part = entries_of(lists, plan.q_rows()).map(|entry| direction[entry]).collect();
+            plan.set_list_bias_direction(part);
+        }
+        Ok(())
     }
 
     /// Computes out and lse.
@@ -545,6 +561,17 @@ impl std::fmt::Display for LocalRing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self.plan(), f)
     }
+}
+
+/// Returns the entries of the lists of the queries `rows`, in the order of the lists of a rank that
+/// owns them.
+fn entries_of(lists: &KeyLists, rows: &Runs) -> impl Iterator<Item = usize> {
+    let [batches, groups, _] = lists.shape();
+    let planes = (0..batches).flat_map(move |batch| (0..groups).map(move |group| (batch, group)));
+    planes.flat_map(move |(batch, group)| {
+        let lists_of = rows.iter().map(|row| index(row.cast_unsigned()));
+        lists_of.flat_map(move |row| lists.entries(batch, group, row))
+    })
 }
 
 /// Returns the rank of a ring of one rank, if its tensors are the whole tensors.

@@ -453,8 +453,8 @@ impl<S: Space> Plan<S> {
         self.engine.backward(inputs, gradients)
     }
 
-    /// Returns the gradient of the bias of this rank's key lists that the last backward pass has
-    /// computed.
+    /// Returns the gradient of the bias of this rank's key lists that the last backward pass or
+    /// double backward has computed.
     ///
     /// # Shapes
     /// `[listed pairs]`, in the order of [`KeyLists`](crate::mask::KeyLists); `None` without a bias.

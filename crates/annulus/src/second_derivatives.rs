@@ -40,6 +40,20 @@ pub struct DoubleBackward<T: Element> {
 }
 
 impl Plan {
+    /// Sets the direction of the bias of this rank's key lists in the next [`Plan::jvp`], or its
+    /// cotangent in the next [`Plan::double_backward`], which [`Plan::list_bias_gradient`] then has
+    /// the gradient of. Default: 0.
+    ///
+    /// # Shapes
+    /// `[listed pairs]`, in the order of [`KeyLists`](crate::mask::KeyLists). The pass refuses
+    /// another number of elements.
+    ///
+    /// # Ordering
+    /// Local.
+    pub fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+        self.engine.set_list_bias_direction(direction);
+    }
+
     /// Computes out, lse and their derivatives along `tangents`, by forward-mode differentiation. A
     /// bias or sinks without a tangent have the tangent 0.
     ///

@@ -117,11 +117,14 @@ impl annulus_core::Workspace for CpuWorkspace {
     fn tangents<'p>(
         &'p mut self,
         inputs: TangentInputs<HostView<'p>>,
+        list_bias: Option<&[f64]>,
         _: Tick<'_>,
     ) -> Result<Box<dyn TangentPass<Host> + 'p>> {
         let threads = self.team.threads();
         let is_double = inputs.dout.is_some();
-        by_sums!(&mut self.state, state => tangents::begin(state, threads, is_double))?;
+        by_sums!(&mut self.state, state => {
+            tangents::begin(state, threads, is_double, list_bias)
+        })?;
         Ok(Box::new(CpuTangents { workspace: self, inputs }))
     }
 }

@@ -1075,6 +1075,10 @@ typedef struct annulus_jvp_args {
    * Output as lse: tangent of lse; 0 for a query without a visible key and without sinks.
    */
   const struct annulus_tensor *lse_tangent;
+  /**
+   * Input as the batch's key_list_bias: tangent of it. NULL: 0.
+   */
+  const struct annulus_tensor *key_list_bias_tangent;
 } annulus_jvp_args;
 
 /**
@@ -1163,6 +1167,11 @@ typedef struct annulus_double_backward_args {
    * Output as lse: gradient with respect to dlse.
    */
   const struct annulus_tensor *ddlse;
+  /**
+   * Input as the batch's key_list_bias: cotangent of its gradient. NULL: 0. The gradient with
+   * respect to key_list_bias: annulus_plan_list_bias_gradient.
+   */
+  const struct annulus_tensor *key_list_bias_cotangent;
 } annulus_double_backward_args;
 
 /**

@@ -99,7 +99,7 @@ impl annulus_batch {
         unsafe {
             let indices = numbers("key_list_indices", self.key_list_indices)?;
             let ends = numbers("key_list_ends", self.key_list_ends)?;
-            let bias = Checked::read_optional("key_list_bias", self.key_list_bias)?;
+            let bias = wide("key_list_bias", self.key_list_bias)?;
             let offsets = Checked::read_optional("key_list_offsets", self.key_list_offsets)?;
             let Some(offsets) = offsets else {
                 let others =
@@ -124,19 +124,37 @@ impl annulus_batch {
             let planes = KeyLists::joined_offsets(planes.chunks_exact(lists.max(1)))?;
             let lists =
                 KeyLists::from_arrays([batches, groups], &planes, &indices, ends.as_deref())?;
-            let Some(bias) = bias else { return Ok(Some(lists)) };
-            let bias = match bias.view::<f64, Ix1>() {
-                Ok(bias) => memory::collect("key_list_bias", bias.len(), bias.iter().copied())?,
-                Err(_) => {
-                    bias.expect(|element| [ANNULUS_F32, ANNULUS_F64].contains(&element.constant))?;
-                    let bias = bias.view::<f32, Ix1>()?;
-                    let wide = bias.iter().copied().map(f64::from);
-                    memory::collect("key_list_bias", bias.len(), wide)?
-                }
-            };
-            lists.with_bias(bias).map(Some)
+            match bias {
+                Some(bias) => lists.with_bias(bias).map(Some),
+                None => Ok(Some(lists)),
+            }
         }
     }
+}
+
+/// Copies a list of f32 or f64; `None` for NULL.
+///
+/// # Safety
+/// As of [`annulus_batch::copy`].
+pub(crate) unsafe fn wide(
+    name: &'static str,
+    tensor: *const annulus_tensor,
+) -> Result<Option<Vec<f64>>> {
+    // SAFETY: as the caller promises
+    let Some(tensor) = (unsafe { Checked::read_optional(name, tensor) })? else {
+        return Ok(None);
+    };
+    // SAFETY: as the caller promises
+    let copied = match unsafe { tensor.view::<f64, Ix1>() } {
+        Ok(list) => memory::collect(name, list.len(), list.iter().copied()),
+        Err(_) => {
+            tensor.expect(|element| [ANNULUS_F32, ANNULUS_F64].contains(&element.constant))?;
+            // SAFETY: as the caller promises
+            let list = unsafe { tensor.view::<f32, Ix1>()? };
+            memory::collect(name, list.len(), list.iter().copied().map(f64::from))
+        }
+    };
+    copied.map(Some)
 }
 
 /// Copies a batch; `None` for NULL.

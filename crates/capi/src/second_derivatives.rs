@@ -7,6 +7,7 @@ use annulus_core::{Gradients, Inputs, TangentOutputs};
 use ndarray::{Array3, Array4, ArrayViewMut, ArrayViewMut3, ArrayViewMut4, Dimension, Ix3, Ix4};
 
 use crate::{
+    batch::wide,
     fields::{self, Versioned},
     passes::{INPUTS, gradients, inputs, tensors, view},
     plan::{PLANS, ProcessPlan, annulus_plan, by_dtype},
@@ -50,6 +51,8 @@ pub struct annulus_jvp_args {
     pub out_tangent: *const annulus_tensor,
     /// Output as lse: tangent of lse; 0 for a query without a visible key and without sinks.
     pub lse_tangent: *const annulus_tensor,
+    /// Input as the batch's key_list_bias: tangent of it. NULL: 0.
+    pub key_list_bias_tangent: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -104,6 +107,9 @@ pub struct annulus_double_backward_args {
     pub ddout: *const annulus_tensor,
     /// Output as lse: gradient with respect to dlse.
     pub ddlse: *const annulus_tensor,
+    /// Input as the batch's key_list_bias: cotangent of its gradient. NULL: 0. The gradient with
+    /// respect to key_list_bias: annulus_plan_list_bias_gradient.
+    pub key_list_bias_cotangent: *const annulus_tensor,
 }
 
 // SAFETY: repr(C), begins with its size, and pointers may be null
@@ -169,6 +175,7 @@ pub unsafe extern "C" fn annulus_double_backward(
 struct JvpArgs {
     inputs: Inputs<Checked>,
     tangents: Inputs<Checked>,
+    list_bias: Option<Vec<f64>>,
     outputs: TangentOutputs<Checked>,
 }
 
@@ -193,6 +200,7 @@ impl JvpArgs {
             Self {
                 inputs: inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 tangents: inputs(names, tangents)?,
+                list_bias: wide("key_list_bias_tangent", args.key_list_bias_tangent)?,
                 outputs: TangentOutputs {
                     out_tangent: Checked::read("out_tangent", args.out_tangent)?,
                     lse_tangent: Checked::read("lse_tangent", args.lse_tangent)?,
@@ -211,6 +219,7 @@ impl JvpArgs {
 struct DoubleBackwardArgs {
     inputs: Inputs<Checked>,
     cotangents: Inputs<Checked>,
+    list_bias: Option<Vec<f64>>,
     dout: Checked,
     dlse: Option<Checked>,
     gradients: Gradients<Checked>,
@@ -244,6 +253,7 @@ impl DoubleBackwardArgs {
             Self {
                 inputs: inputs(INPUTS, [args.q, args.k, args.v, args.bias, args.softmax_aux])?,
                 cotangents: inputs(names, cotangents)?,
+                list_bias: wide("key_list_bias_cotangent", args.key_list_bias_cotangent)?,
                 dout: Checked::read("dout", args.dout)?,
                 dlse: Checked::read_optional("dlse", args.dlse)?,
                 gradients: gradients([args.dq, args.dk, args.dv, args.dbias, args.dsoftmax_aux])?,
@@ -310,7 +320,7 @@ impl ProcessPlan {
     unsafe fn jvp(&mut self, args: Result<JvpArgs>) -> Result<()> {
         by_dtype!(self, T => {
             // SAFETY: as the caller promises; the views of outputs share no element with another
-            let viewed = args.and_then(|JvpArgs { inputs, tangents, outputs: to }| unsafe {
+            let viewed = args.and_then(|JvpArgs { inputs, tangents, list_bias, outputs: to }| unsafe {
                 let tensors = tensors::<T>(&inputs)?;
                 let (vectors, rows) = shapes_of_outputs(&tensors);
                 let out = to.out.map(|out| output::<T, Ix4>(out, &vectors)).transpose()?;
@@ -318,9 +328,11 @@ impl ProcessPlan {
                 let out_tangent = output::<T, Ix4>(to.out_tangent, &vectors)?;
                 let lse_tangent = output(to.lse_tangent, &rows)?;
                 let outputs = TangentViews { out_tangent, lse_tangent };
-                Ok((tensors, self::tensors::<T>(&tangents)?, out, lse, outputs))
+                let tangents = (self::tensors::<T>(&tangents)?, list_bias);
+                Ok((tensors, tangents, out, lse, outputs))
             });
-            let (tensors, tangents, out, lse, outputs) = self.admit(viewed)?;
+            let (tensors, (tangents, list_bias), out, lse, outputs) = self.admit(viewed)?;
+            self.set_list_bias_direction(list_bias)?;
             let jvp = match self {
                 Self::Ring(ring) => ring.jvp(&tensors, &tangents),
                 Self::Rank(plan) => plan.jvp(&tensors, &tangents),
@@ -336,6 +348,20 @@ impl ProcessPlan {
             outputs.assign(&jvp.out_tangent, &jvp.lse_tangent);
             Ok(())
         })
+    }
+
+    /// Sets the direction of the bias of key lists in the next pass.
+    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) -> Result<()> {
+        let Some(direction) = direction else { return Ok(()) };
+        match self {
+            Self::Ring(ring) => ring.set_list_bias_direction(&direction),
+            Self::Rank(plan) => {
+                plan.set_list_bias_direction(direction);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => Err(on_device()),
+        }
     }
 
     /// Computes a double backward, or refuses it on all ranks.
@@ -362,11 +388,13 @@ impl ProcessPlan {
                     out_tangent: output::<T, Ix4>(args.ddout, &vectors)?,
                     lse_tangent: output(args.ddlse, &rows)?,
                 };
-                let cotangents = self::tensors::<T>(&args.cotangents)?;
+                let cotangents = (self::tensors::<T>(&args.cotangents)?, args.list_bias);
                 let cotangents_of = (cotangents, args.dout.view()?, view(args.dlse)?);
                 Ok((tensors, cotangents_of, gradients, outputs))
             });
             let (tensors, (cotangents, dout, dlse), gradients, outputs) = self.admit(viewed)?;
+            let (cotangents, list_bias) = cotangents;
+            self.set_list_bias_direction(list_bias)?;
             let double = match self {
                 Self::Ring(ring) => ring.double_backward(&tensors, dout, dlse, &cotangents),
                 Self::Rank(plan) => plan.double_backward(&tensors, dout, dlse, &cotangents),

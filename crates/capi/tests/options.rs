@@ -724,6 +724,92 @@ fn ranges_of_keys_are_lists_and_bad_lists_change_nothing() {
     ok(annulus_plan_destroy(plan));
 }
 
+/// The bias of key lists has a direction in a JVP and in a double backward.
+#[test]
+fn key_lists_with_a_bias_have_second_derivatives() {
+    let data = Data::<f32>::of(DIMS, None, None);
+    let keys: Vec<u32> = (0..23).flat_map(|q| [q % 3, 3 + q % 20]).collect();
+    let bias: Array1<f64> = numbers(8, 46);
+    let direction: Array1<f64> = numbers(9, 46);
+    let lists = KeyLists::new((0..24).map(|q| 2 * q).collect(), keys).unwrap();
+    let lists = Some(Arc::new(lists.with_bias(bias.to_vec()).unwrap()));
+    let lists = Batch { key_lists: lists, ..Batch::default() };
+    let setup = (Attention::new().second_derivatives(true), Division::new());
+    let mut ring = LocalRing::new(setup, DIMS, RANKS).unwrap();
+    ring.update(&lists).unwrap();
+    let tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
+    ring.set_list_bias_direction(direction.as_slice().unwrap()).unwrap();
+    let jvp = ring.jvp(&tensors, &tensors).unwrap();
+    ring.set_list_bias_direction(direction.as_slice().unwrap()).unwrap();
+    let double = ring.double_backward(&tensors, data.dout.view(), None, &tensors).unwrap();
+
+    let mut options = options(DIMS);
+    options.second_derivatives = 1;
+    let plan = plan_of_threads(&options, RANKS);
+    update(plan, &lists);
+    let [q, k, v, dout] = [&data.q, &data.k, &data.v, &data.dout].map(tensor);
+    let [out, ddout] = [0, 1].map(|_| Array4::<f32>::zeros(data.dout.dim()));
+    let [lse, ddlse] = [0, 1].map(|_| Array3::<f32>::zeros(data.dlse.dim()));
+    let [dq, dk, dv] = [&data.q, &data.k, &data.v].map(|of| Array4::<f32>::zeros(of.dim()));
+    let [to_dq, to_dk, to_dv, to_out, to_ddout] = [&dq, &dk, &dv, &out, &ddout].map(tensor);
+    let [to_lse, to_ddlse] = [&lse, &ddlse].map(tensor);
+    let direction = described(&direction, ANNULUS_F64);
+    let of_jvp = annulus_jvp_args {
+        struct_size: size_of::<annulus_jvp_args>() as u64,
+        q: &raw const q,
+        k: &raw const k,
+        v: &raw const v,
+        bias: ptr::null(),
+        softmax_aux: ptr::null(),
+        q_tangent: &raw const q,
+        k_tangent: &raw const k,
+        v_tangent: &raw const v,
+        bias_tangent: ptr::null(),
+        softmax_aux_tangent: ptr::null(),
+        out: ptr::null(),
+        lse: ptr::null(),
+        out_tangent: &raw const to_out,
+        lse_tangent: &raw const to_lse,
+        key_list_bias_tangent: &raw const direction,
+    };
+    let of_double = annulus_double_backward_args {
+        struct_size: size_of::<annulus_double_backward_args>() as u64,
+        q: &raw const q,
+        k: &raw const k,
+        v: &raw const v,
+        bias: ptr::null(),
+        softmax_aux: ptr::null(),
+        dout: &raw const dout,
+        dlse: ptr::null(),
+        q_cotangent: &raw const q,
+        k_cotangent: &raw const k,
+        v_cotangent: &raw const v,
+        bias_cotangent: ptr::null(),
+        softmax_aux_cotangent: ptr::null(),
+        dq: &raw const to_dq,
+        dk: &raw const to_dk,
+        dv: &raw const to_dv,
+        dbias: ptr::null(),
+        dsoftmax_aux: ptr::null(),
+        ddout: &raw const to_ddout,
+        ddlse: &raw const to_ddlse,
+        key_list_bias_cotangent: &raw const direction,
+    };
+    let mut dbias = Array1::<f64>::zeros(46);
+    let mut count = 0;
+    // SAFETY: all pointers are to locals, which nobody touches meanwhile
+    unsafe {
+        ok(annulus_jvp(plan, &raw const of_jvp));
+        ok(annulus_double_backward(plan, &raw const of_double));
+        ok(annulus_plan_list_bias_gradient(plan, dbias.as_mut_ptr(), 46, &raw mut count));
+        ok(annulus_plan_destroy(plan));
+    }
+    assert!(bits(&out) == bits(&jvp.out_tangent) && bits(&ddout) == bits(&double.ddout));
+    assert!(bits(&dq) == bits(&double.inputs.dq) && bits(&dk) == bits(&double.inputs.dk));
+    assert_eq!(dbias.to_vec(), ring.list_bias_gradient().unwrap());
+    assert!(dbias.iter().any(|&number| number != 0.0));
+}
+
 fn check<T: Element>(cases: &[Case]) {
     for case in cases {
         let spec = case.setup.spec(case.dims).unwrap();

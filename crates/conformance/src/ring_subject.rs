@@ -12,7 +12,7 @@ use annulus_core::{
     Spec, Transport, index,
 };
 use annulus_plan::Strategy;
-use annulus_test_cases::facade::{RankAnswer, attention, check_bytes};
+use annulus_test_cases::facade::{RankAnswer, as_bias, attention, check_bytes};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension};
 
 use crate::{Answer, Case, Setting, Subject, TensorMemory, subject::assemble};
@@ -106,15 +106,19 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
     let q_rows = rows(ring.q_rows());
     let kv_rows = rows(ring.kv_rows());
+    let batch = case.batch.select(&q_rows, &kv_rows)?;
     if case.batch != Batch::default() {
-        ring.update(&case.batch.select(&q_rows, &kv_rows)?)?;
+        ring.update(&batch)?;
     }
     let [q_rows, kv_rows] =
         [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
     let tensors = RankTensors::upload(&memory, case, &q_rows, &kv_rows)?;
     let mut answers = Vec::new();
     for _ in 0..times {
-        let answer = tensors.compute(&memory, &mut ring, case, setting.out_residual)?;
+        let mut answer = tensors.compute(&memory, &mut ring, case, setting.out_residual)?;
+        if let (Some(lists), Some(gradient)) = (&batch.key_lists, ring.list_bias_gradient()) {
+            answer.dbias = Some(as_bias(lists, &gradient, case.spec.dims.kv_len));
+        }
         answers.push(RankAnswer { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
     }
     Ok(answers)

@@ -197,6 +197,10 @@ pub(crate) fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAn
         dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
         dsinks: None,
     };
+    if let Some(lists) = case.batch.key_lists.as_ref().filter(|lists| lists.bias().is_some()) {
+        let [batches, groups, queries] = lists.shape();
+        whole.dbias = Some(Array4::zeros((batches, groups, queries, case.spec.dims.kv_len)));
+    }
     for RankAnswer { q_rows, kv_rows, answer } in answers {
         put(&mut whole.out, 1, q_rows, &answer.out);
         put(&mut whole.lse, 2, q_rows, &answer.lse);

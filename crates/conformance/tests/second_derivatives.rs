@@ -7,16 +7,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::sync::Arc;
+
 use annulus::{
     Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Error, Layout,
     LocalRing, Result, Route, Runtime, SinkShape, Strategy, Tensors,
 };
-use annulus_conformance::{Case, Draw, Masks, Truth, epsilon};
+use annulus_conformance::{
+    Case, Draw, Masks, Truth, epsilon,
+    suite::{dense_twin, lists},
+};
 use annulus_core::{
-    BiasTable, Spec,
+    BiasTable, KeyLists, Spec,
     oracle::{self, Direction},
 };
-use annulus_test_cases::facade::attention;
+use annulus_test_cases::facade::{as_bias, attention};
 use half::{bf16, f16};
 use ndarray::{Array, Array2, Array4, ArrayViewD, Dimension};
 
@@ -33,7 +38,7 @@ type Results = Vec<(&'static str, Array<f64, ndarray::IxDyn>)>;
 impl Directed {
     /// Draws a direction for a case, which is made one with second derivatives.
     fn of(case: Case, draw: &mut Draw) -> Self {
-        let spec = Spec { normalize: true, backward: BackwardMode::OnePass, ..case.spec.clone() };
+        let spec = Spec { normalize: true, ..case.spec.clone() };
         let case = Case { spec, ..case };
         let mut direction = case.clone();
         direction.draw_tensors(draw);
@@ -150,7 +155,14 @@ impl Directed {
         let direction = Owned::<T>::of(&self.direction);
         let dout: Array4<T> = cast(&self.case.dout);
         let dlse = self.case.dlse.as_ref().map(cast::<T::Accumulator, _>);
+        let lists = |case: &Case| case.batch.key_lists.clone().filter(|of| of.bias().is_some());
+        let set_list_bias = |ring: &mut LocalRing| match lists(&self.direction) {
+            Some(lists) => ring.set_list_bias_direction(lists.bias().unwrap()),
+            None => Ok(()),
+        };
+        set_list_bias(ring)?;
         let jvp = ring.jvp(&primal.tensors(), &direction.tensors())?;
+        set_list_bias(ring)?;
         let dlse = dlse.as_ref().map(|dlse| dlse.view());
         let (primal, direction) = (primal.tensors(), direction.tensors());
         let double = ring.double_backward(&primal, dout.view(), dlse, &direction)?;
@@ -169,6 +181,10 @@ impl Directed {
             ("dv", widened(&gradients.dv)),
         ];
         results.extend(gradients.dbias.map(|dbias| ("dbias", widened(&dbias))));
+        if let Some(lists) = lists(&self.case) {
+            let dbias = ring.list_bias_gradient().unwrap();
+            results.push(("dbias", as_bias(&lists, &dbias, self.case.spec.dims.kv_len).into_dyn()));
+        }
         results.extend(gradients.dsoftmax_aux.map(|dsinks| ("dsoftmax_aux", widened(&dsinks))));
         Ok(results)
     }
@@ -219,7 +235,11 @@ fn apart<'a>(
 }
 
 fn ring(case: &Case, division: Division, threads: usize, ranks: usize) -> Result<LocalRing> {
-    let attention = attention(case).second_derivatives(true);
+    // in two passes queries are sent without their rows of a bias and of a dense mask
+    let has_rows = case.spec.bias.is_some_and(|shape| shape[2] != 1);
+    let one_pass = ranks > 1 && (has_rows || case.batch.attention_mask.is_some());
+    let mode = if one_pass { BackwardMode::OnePass } else { case.spec.backward };
+    let attention = attention(case).backward_mode(mode).second_derivatives(true);
     LocalRing::new((attention, division, Runtime::new().threads(threads)), case.spec.dims, ranks)
 }
 
@@ -338,6 +358,57 @@ fn a_bias_table_has_the_second_derivatives_of_the_equal_dense_bias() {
                 assert!(got.iter().zip(want).all(same), "{text} {name} on {ranks} ranks");
             }
         }
+    }
+}
+
+#[test]
+fn heads_that_are_divided_among_ranks_have_the_second_derivatives_of_the_oracle() {
+    let mut checked = 0;
+    for seed in 9700..9760 {
+        let draw = &mut Draw::new(seed);
+        let dtype = draw.pick(&[DType::F64, DType::F64, DType::F32, DType::Bf16]);
+        let directed = Directed::of(Case::random_heads(seed), draw).in_dtype(dtype);
+        let ranks = draw.pick(&[2, 3, 4, 6]);
+        let strategy = Strategy::HeadsRing { heads: draw.pick(&[2, 3, 4]) };
+        let mut ring = match ring(&directed.case, Division::new().strategy(strategy), 1, ranks) {
+            // ranks or heads that it does not divide
+            Err(Error::InvalidArgument { argument, .. }) if argument == "strategy" => continue,
+            planned => planned.unwrap(),
+        };
+        let judged = directed.judge(&directed.computed(&mut ring).unwrap());
+        assert_eq!(judged, Ok(()), "seed {seed} {dtype} on {ranks} ranks, {strategy}");
+        checked += 1;
+    }
+    assert!(checked >= 15, "{checked}");
+}
+
+/// Key lists, with a bias of their pairs in the place of a bias tensor.
+#[test]
+fn key_lists_with_a_bias_have_the_second_derivatives_of_the_equal_dense_bias() {
+    for seed in 9500..9560 {
+        let draw = &mut Draw::new(seed);
+        let dtype = draw.pick(&[DType::F64, DType::F64, DType::F32, DType::Bf16]);
+        let case = if seed % 4 == 0 { Case::random_long(seed) } else { Case::random(seed) };
+        let mut directed = Directed::of(case, draw);
+        let dims = directed.case.spec.dims;
+        let shape = [draw.pick(&[1, dims.batch]), draw.pick(&[1, dims.q_heads])];
+        let share = draw.pick(&[2, 6]);
+        let listed =
+            lists(shape, &dims, |_| (0..dims.kv_len).filter(|_| draw.once_in(share)).collect());
+        for case in [&mut directed.case, &mut directed.direction] {
+            let bias = (0..listed.len()).map(|_| DType::F32.round(draw.normal())).collect();
+            let biased = KeyLists::clone(&listed).with_bias(bias).unwrap();
+            let has_bias = case.spec.bias.is_none();
+            case.batch.key_lists =
+                Some(if has_bias { Arc::new(biased) } else { Arc::clone(&listed) });
+        }
+        let directed = directed.in_dtype(dtype);
+        let [case, direction] = [&directed.case, &directed.direction].map(dense_twin);
+        let ranks = draw.pick(&[1, 2, 3, 5]);
+        let mut ring = ring(&directed.case, Division::new(), 1, ranks).unwrap();
+        let got = directed.computed(&mut ring).unwrap();
+        let judged = Directed { case, direction }.judge(&got);
+        assert_eq!(judged, Ok(()), "seed {seed} {dtype} on {ranks} ranks");
     }
 }
 
@@ -481,13 +552,9 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
         other => panic!("{by}: {other:?}"),
     };
     let new = Attention::new;
-    let two_pass = new().backward_mode(BackwardMode::TwoPass);
     refused(new().reproducible(true), Division::new(), 1, "reproducible");
     refused(new().unnormalized(true), Division::new(), 1, "unnormalized");
-    refused(two_pass.clone(), Division::new(), 2, "backward_mode");
-    let heads = Division::new().strategy(Strategy::HeadsRing { heads: 2 });
-    refused(new(), heads, 2, "strategy");
-    LocalRing::new(two_pass.second_derivatives(true), dims, 1).unwrap();
+    refused(new(), Division::new().strategy(Strategy::PassQ), 2, "strategy");
 
     // of a plan without them, and of one that is forward only
     let x = Array4::<f32>::ones((1, 512, 2, 8));
@@ -510,5 +577,14 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
     assert!(ring.jvp(&tensors, &wrong).is_err());
     let bias = Array4::<f32>::ones((1, 1, 1, 1));
     assert!(ring.jvp(&tensors, &tensors.reborrow().with_bias(bias.view())).is_err());
+    ring.jvp(&tensors, &tensors).unwrap();
+
+    // numbers of lists that are not there, once
+    let refused = |error: Error| error.to_string().contains("direction of key_list_bias");
+    assert!(refused(ring.set_list_bias_direction(&[1.0]).unwrap_err()));
+    let one = KeyLists::new((0..=512).collect(), vec![3; 512]).unwrap();
+    ring.update(&Batch { key_lists: Some(Arc::new(one)), ..Batch::default() }).unwrap();
+    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
+    assert!(refused(ring.jvp(&tensors, &tensors).unwrap_err()));
     ring.jvp(&tensors, &tensors).unwrap();
 }

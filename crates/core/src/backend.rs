@@ -242,7 +242,8 @@ pub trait Workspace: Send + 'static {
     ) -> Result<Self::Backward<'p>>;
 
     /// Starts a JVP or, with [`TangentInputs::dout`], a double backward. Ticks as
-    /// [`Workspace::forward`].
+    /// [`Workspace::forward`]. `list_bias` is the direction of the bias of the key lists, one number
+    /// for each listed pair; `None` is 0.
     ///
     /// The default serves backends without second derivatives
     /// ([`Capabilities::second_derivatives`]).
@@ -252,9 +253,10 @@ pub trait Workspace: Send + 'static {
     fn tangents<'p>(
         &'p mut self,
         inputs: TangentInputs<View<'p, Self::Space>>,
+        list_bias: Option<&[f64]>,
         tick: Tick<'_>,
     ) -> Result<Box<dyn TangentPass<Self::Space> + 'p>> {
-        let _ = (inputs, tick);
+        let _ = (inputs, list_bias, tick);
         Err(Error::internal("second derivatives of a backend that has none"))
     }
 }

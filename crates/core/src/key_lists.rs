@@ -341,46 +341,53 @@ impl KeyLists {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn select_queries(&self, rows: &[u64]) -> Result<Self> {
-        let Self { batches, groups, .. } = *self;
-        let planes = (0..batches).flat_map(|b| (0..groups).map(move |g| (b, g)));
-        let lists = |(b, g)| rows.iter().map(move |&q| self.entries(b, g, crate::index(q)));
-        let total = planes.clone().flat_map(lists).map(|list| list.len()).sum();
-        let mut offsets = memory::list(NAME, batches * groups * rows.len() + 1)?;
-        let mut keys = memory::list(NAME, total)?;
-        let mut bias = self.bias.as_ref().map(|_| memory::list(NAME, total)).transpose()?;
-        offsets.push(0);
-        for list in planes.flat_map(lists) {
-            keys.extend_from_slice(&self.keys[list.clone()]);
-            if let (Some(into), Some(from)) = (&mut bias, &self.bias) {
-                into.extend_from_slice(&from[list]);
-            }
-            offsets.push(keys.len() as u64);
-        }
-        Ok(Self { batches, groups, queries: rows.len(), offsets, keys, bias })
+        self.restrict(rows, |_| true)
     }
-}
 
-impl KeyLists {
-    /// Returns, without a bias, the lists of the query rows `rows`, in that order, and of their keys
-    /// those that `keeps` accepts.
+    /// Returns [`KeyLists::select_queries`] with the keys that `keeps` accepts.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn restrict(&self, rows: &[u64], keeps: impl Fn(u32) -> bool) -> Result<Self> {
-        let Self { batches, groups, .. } = *self;
-        let mut offsets = memory::list(NAME, batches * groups * rows.len() + 1)?;
-        let mut keys = Vec::new();
-        offsets.push(0);
-        for plane in 0..batches * groups {
+        let planes = [self.batches, self.groups];
+        let mut selected = Self::without_lists(planes, rows.len(), self.bias.is_some())?;
+        for plane in 0..planes[0] * planes[1] {
             for &q in rows {
-                let list =
-                    &self.keys[self.entries(plane / groups, plane % groups, crate::index(q))];
-                memory::reserve(NAME, &mut keys, list.len())?;
-                keys.extend(list.iter().copied().filter(|&key| keeps(key)));
-                offsets.push(keys.len() as u64);
+                let list = self.entries(plane / planes[1], plane % planes[1], crate::index(q));
+                selected.append(self, list, &keeps)?;
             }
         }
-        Ok(Self { batches, groups, queries: rows.len(), offsets, keys, bias: None })
+        Ok(selected)
+    }
+
+    /// Creates lists of `queries` queries, which [`KeyLists::append`] completes.
+    fn without_lists(
+        [batches, groups]: [usize; 2],
+        queries: usize,
+        has_bias: bool,
+    ) -> Result<Self> {
+        let mut offsets = memory::list(NAME, batches * groups * queries + 1)?;
+        offsets.push(0);
+        let bias = has_bias.then(Vec::new);
+        Ok(Self { batches, groups, queries, offsets, keys: Vec::new(), bias })
+    }
+
+    /// Appends a list with the keys of `entries` of `from` that `keeps` accepts.
+    fn append(
+        &mut self,
+        from: &Self,
+        entries: Range<usize>,
+        keeps: impl Fn(u32) -> bool,
+    ) -> Result<()> {
+        let kept = |&entry: &usize| keeps(from.keys[entry]);
+        memory::reserve(NAME, &mut self.keys, entries.len())?;
+        self.keys.extend(entries.clone().filter(kept).map(|entry| from.keys[entry]));
+        if let (Some(bias), Some(from)) = (&mut self.bias, &from.bias) {
+            memory::reserve(NAME, bias, entries.len())?;
+            bias.extend(entries.filter(kept).map(|entry| from[entry]));
+        }
+        self.offsets.push(self.keys.len() as u64);
+        Ok(())
     }
 
     /// Returns the number of keys of each list, one list after another.
@@ -418,19 +425,14 @@ impl ReceivedLists {
         let mut order = memory::collect(NAME, count, numbered)?;
         order.sort_unstable();
         let rows = memory::collect(NAME, count, order.iter().map(|&(row, ..)| row))?;
-        let mut offsets = memory::list(NAME, batches * groups * count + 1)?;
-        let mut keys = memory::list(NAME, parts.iter().map(|(_, lists)| lists.len()).sum())?;
-        offsets.push(0);
+        let has_bias = parts.iter().any(|(_, lists)| lists.bias.is_some());
+        let mut lists = KeyLists::without_lists([batches, groups], count, has_bias)?;
         for plane in 0..batches * groups {
             for &(_, part, q) in &order {
-                let lists = &parts[part].1;
-                keys.extend_from_slice(
-                    &lists.keys[lists.entries(plane / groups, plane % groups, q)],
-                );
-                offsets.push(keys.len() as u64);
+                let from = &parts[part].1;
+                lists.append(from, from.entries(plane / groups, plane % groups, q), |_| true)?;
             }
         }
-        let lists = KeyLists { batches, groups, queries: count, offsets, keys, bias: None };
         Ok(Self { rows, lists })
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use annulus::{Attention, Backward, Forward, LocalRing, Plan, Report, Tensors};
-use annulus_core::{Batch, DType, Element, Error, Result, Runs, index};
+use annulus_core::{Batch, DType, Element, Error, KeyLists, Result, Runs, index};
 use half::{bf16, f16};
 use ndarray::{Array, Array2, Array3, Array4, ArrayView3, ArrayView4, Axis, Dimension};
 
@@ -60,23 +60,42 @@ pub fn compute(
     if case.batch != Batch::default() {
         ring.update(&case.batch)?;
     }
-    compute_rows(case, None, ring, times, out_residual)
+    let lists = case.batch.key_lists.as_deref();
+    compute_rows(case, (None, lists), ring, times, out_residual)
 }
 
-/// Computes the rows of a rank, or all.
+/// Returns the numbers of listed pairs, in the order of the entries, as a bias
+/// `[b|1, groups, q rows, kv_len]`; 0 for other pairs. A bias of such a shape has as many gradients.
+pub fn as_bias(lists: &KeyLists, numbers: &[f64], kv_len: usize) -> Array4<f64> {
+    let [batches, groups, queries] = lists.shape();
+    let mut bias = Array4::zeros((batches, groups, queries, kv_len));
+    for (b, g, q) in ndarray::indices((batches, groups, queries)) {
+        for entry in lists.entries(b, g, q) {
+            bias[[b, g, q, lists.keys()[entry] as usize]] = numbers[entry];
+        }
+    }
+    bias
+}
+
+/// Computes the rows of a rank, or all, with their key lists.
 fn compute_rows(
     case: &Case,
-    rows: Option<[&[usize]; 2]>,
+    (rows, lists): (Option<[&[usize]; 2]>, Option<&KeyLists>),
     plan: &mut impl BothPasses,
     times: usize,
     out_residual: bool,
 ) -> Result<Vec<Answer>> {
-    match case.spec.dtype {
+    let mut answers = match case.spec.dtype {
         DType::F64 => CaseTensors::<f64>::new(case, rows).compute(plan, times, out_residual),
         DType::F32 => CaseTensors::<f32>::new(case, rows).compute(plan, times, out_residual),
         DType::Bf16 => CaseTensors::<bf16>::new(case, rows).compute(plan, times, out_residual),
         DType::F16 => CaseTensors::<f16>::new(case, rows).compute(plan, times, out_residual),
+    }?;
+    if let (Some(lists), Some(gradient)) = (lists, plan.list_bias_gradient()) {
+        let dbias = as_bias(lists, &gradient, case.spec.dims.kv_len);
+        answers.iter_mut().for_each(|answer| answer.dbias = Some(dbias.clone()));
     }
+    Ok(answers)
 }
 
 /// The rows of one rank, and its results for them.
@@ -94,12 +113,14 @@ pub struct RankAnswer {
 pub fn compute_rank(case: &Case, plan: &mut Plan, times: usize) -> Result<Vec<RankAnswer>> {
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
     let [q_rows, kv_rows] = [rows(plan.q_rows()), rows(plan.kv_rows())];
+    let batch = case.batch.select(&q_rows, &kv_rows)?;
     if case.batch != Batch::default() {
-        plan.update(&case.batch.select(&q_rows, &kv_rows)?)?;
+        plan.update(&batch)?;
     }
     let [q_rows, kv_rows] =
         [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
-    let answers = compute_rows(case, Some([&q_rows, &kv_rows]), plan, times, true)?;
+    let rows = (Some([&q_rows[..], &kv_rows]), batch.key_lists.as_deref());
+    let answers = compute_rows(case, rows, plan, times, true)?;
     let of_rank = |answer| RankAnswer { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer };
     Ok(answers.into_iter().map(of_rank).collect())
 }
@@ -115,6 +136,8 @@ trait BothPasses {
         dout: ArrayView4<'_, T>,
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
     ) -> Result<Backward<T>>;
+
+    fn list_bias_gradient(&self) -> Option<Vec<f64>>;
 }
 
 macro_rules! both_passes {
@@ -132,6 +155,10 @@ macro_rules! both_passes {
                 dlse: Option<ArrayView3<'_, T::Accumulator>>,
             ) -> Result<Backward<T>> {
                 <$plan>::backward(self, tensors, forward, dout, dlse)
+            }
+
+            fn list_bias_gradient(&self) -> Option<Vec<f64>> {
+                <$plan>::list_bias_gradient(self)
             }
         }
     };

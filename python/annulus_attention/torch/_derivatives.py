@@ -34,8 +34,8 @@ from ._ops import (
     attend_jvp,
 )
 
-_TENSORS = 5
-"""query, key, value, bias, softmax_aux."""
+_DIFFERENTIATED = (*range(5), _LIST_BIAS)
+"""Places of query, key, value, bias, softmax_aux and key_list_bias among the inputs."""
 _RESULTS = 6
 """Results of attend that a backward pass reads: all but the statistics of the scores."""
 
@@ -59,15 +59,20 @@ def _backward_by(compute: Any, ctx: Any, dout: Any, dlse: Any) -> Any:
     saved = ctx.saved_tensors
     tensors, results = saved[:_READ], saved[_READ:][:_RESULTS]
     gradients = iter(compute(*tensors, ctx.options, False, *results, dout, dlse))
-    of_inputs = [*_of_given(tensors, gradients), *(None for _ in tensors[_TENSORS:]), None, None]
-    if tensors[_LIST_BIAS] is not None:
-        of_inputs[_LIST_BIAS] = next(gradients)
-    return tuple(of_inputs)
+    return *_of_given(tensors, gradients), None, None
 
 
 def _of_given(tensors: Any, values: Any) -> list[Any]:
-    """Returns the next of ``values`` for each tensor that is given, else None."""
-    return [None if tensor is None else next(values) for tensor in tensors[:_TENSORS]]
+    """Returns the next of ``values`` for each given tensor that is differentiated, else None."""
+    return [
+        next(values) if place in _DIFFERENTIATED and tensor is not None else None
+        for place, tensor in enumerate(tensors)
+    ]
+
+
+def _direction(of_tensors: Any) -> list[Any]:
+    """Returns tangents or cotangents of the inputs as the operators take them."""
+    return [of_tensors[place] for place in _DIFFERENTIATED]
 
 
 def _setup_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -83,10 +88,10 @@ def _double_backward_by(compute: Any, ctx: Any, cotangents: Any) -> Any:
     """
     saved = ctx.saved_tensors
     tensors, results, given = saved[:_READ], saved[_READ:-2], saved[-2:]
-    direction = _of_given(tensors, iter(cotangents))
+    direction = _direction(_of_given(tensors, iter(cotangents)))
     gradients = iter(compute(*tensors, ctx.options, False, *given, *direction))
     of_tensors = _of_given(tensors, gradients)
-    none = (None for _ in (*tensors[_TENSORS:], "options", "forward_only", *results))
+    none = (None for _ in ("options", "forward_only", *results))
     return *of_tensors, *none, next(gradients), next(gradients)
 
 
@@ -154,7 +159,7 @@ class _EagerAttend(_Attend):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         saved = ctx.saved_tensors
-        tangent = _AttendJvp.apply(*saved[:_READ], ctx.options, *tangents[:_TENSORS])
+        tangent = _AttendJvp.apply(*saved[:_READ], ctx.options, *_direction(tangents))
         # a plan with second derivatives returns nothing but out and lse to a program
         return *tangent, *(torch.zeros_like(result) for result in saved[_READ + 2 :])
 
@@ -170,7 +175,7 @@ class _EagerAttendBackward(_AttendBackward):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         saved = ctx.saved_tensors
         tensors, given = saved[:_READ], saved[-2:]
-        direction, of_given = tangents[:_TENSORS], tangents[-2:]
+        direction, of_given = _direction(tangents), tangents[-2:]
         double = _AttendDoubleBackward.apply(*tensors, ctx.options, False, *given, *direction)
         of_tensors = double[:-2]
         if any(tangent is not None for tangent in of_given):
@@ -208,9 +213,8 @@ class _AttendJvp(torch.autograd.Function):
         of_tensors = _of_given(tensors, double)
         results = _EagerAttend.apply(*inputs)[:_RESULTS]
         linear = iter(_EagerAttendBackward.apply(*inputs, *results, of_out, of_lse))
-        of_direction = _of_given(tensors, linear)
-        none = (None for _ in (*tensors[_TENSORS:], "options"))
-        return *of_tensors, *none, *of_direction
+        of_direction = _direction(_of_given(tensors, linear))
+        return *of_tensors, None, *of_direction
 
 
 class _AttendDoubleBackward(torch.autograd.Function):

@@ -137,22 +137,19 @@ def attend_backward(*given: Any) -> Any:
             bias=bias,
             softmax_aux=softmax_aux,
         )
-    of_lists = gradients.dlist_bias
-    if of_lists is None:
-        return _given_gradients(gradients)
-    return [*_given_gradients(gradients), torch.from_numpy(of_lists).to(given[_LIST_BIAS].dtype)]
+    return _given_gradients(gradients, given)
 
 
 @attend_backward.register_fake
 def _(*given: Any) -> Any:
-    return [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in (*given[:5], given[_LIST_BIAS])
-        if tensor is not None
-    ]
+    return [_like(tensor) for tensor in (*given[:5], given[_LIST_BIAS]) if tensor is not None]
 
 
-_DIRECTION = ", ".join(f"Tensor? {name}_direction" for name in TENSORS)
+def _like(tensor: Any) -> Any:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+_DIRECTION = ", ".join(f"Tensor? {name}_direction" for name in (*TENSORS, "key_list_bias"))
 """Tangents or cotangents of the inputs; None is 0."""
 
 
@@ -177,6 +174,7 @@ def attend_jvp(*given: Any) -> Any:
             softmax_aux=softmax_aux,
             bias_tangent=tangents[3],
             softmax_aux_tangent=tangents[4],
+            list_bias_tangent=tangents[5],
         )
     return jvp.out_tangent, jvp.lse_tangent
 
@@ -201,7 +199,8 @@ def attend_double_backward(*given: Any) -> Any:
     call, options, tensors, batch, _ = _read(given[:_INPUTS_END])
     query, key, value, bias, softmax_aux = tensors
     dout, dlse = given[_INPUTS_END : _INPUTS_END + 2]
-    dq, dk, dv, dbias, dsoftmax_aux = _direction(tensors, given[_INPUTS_END + 2 :])
+    direction = _direction(tensors, given[_INPUTS_END + 2 :])
+    dq, dk, dv, dbias, dsoftmax_aux, dlist_bias = direction
     with plan_for(
         options, call, tensors, batch, forward_only=False, of_pass="double backward"
     ) as plan:
@@ -218,23 +217,24 @@ def attend_double_backward(*given: Any) -> Any:
             softmax_aux=softmax_aux,
             dbias_cotangent=dbias,
             dsoftmax_aux_cotangent=dsoftmax_aux,
+            dlist_bias_cotangent=dlist_bias,
         )
-    return [*_given_gradients(double.inputs), double.ddout, double.ddlse]
+    return [*_given_gradients(double.inputs, given), double.ddout, double.ddlse]
 
 
 @attend_double_backward.register_fake
 def _(*given: Any) -> Any:
-    inputs = [tensor for tensor in given[:5] if tensor is not None]
-    return [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in (*inputs, *given[_INPUTS_END : _INPUTS_END + 2])
-    ]
+    inputs = [tensor for tensor in (*given[:5], given[_LIST_BIAS]) if tensor is not None]
+    return [_like(tensor) for tensor in (*inputs, *given[_INPUTS_END : _INPUTS_END + 2])]
 
 
-def _given_gradients(gradients: Gradients) -> list[Any]:
+def _given_gradients(gradients: Gradients, given: tuple[Any, ...]) -> list[Any]:
     """Returns the gradients of the inputs that there are."""
+    of_lists = gradients.dlist_bias
+    if of_lists is not None:
+        of_lists = torch.from_numpy(of_lists).to(given[_LIST_BIAS].dtype)
     all = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux)
-    return [gradient for gradient in all if gradient is not None]
+    return [gradient for gradient in (*all, of_lists) if gradient is not None]
 
 
 def _direction(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:

@@ -38,25 +38,16 @@ pub(crate) fn begin<E: TileInput>(
     state.arrivals.begin();
     state.query_tiles.begin();
     state.key_leaves.next = 0;
+    // rows are gathered in one pass only
+    let tiles = mode == BackwardMode::TwoPass || needs_tiles::<Acc<E>>(&state.shard);
+    begin_list_bias(state, tiles)?;
     let PassState { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let PassState { list_bias_gradient, tile_list_bias, table_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         block.partial.sums.fill(Acc::<E>::ZERO);
         block.leaves.begin();
     });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
-    list_bias_gradient.clear();
-    *tile_list_bias = None;
-    if let Some(lists) = shard.key_lists.as_deref().filter(|lists| lists.bias().is_some()) {
-        memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
-        list_bias_gradient.resize(lists.len(), Acc::<E>::ZERO);
-        // rows are gathered in one pass only
-        if mode == BackwardMode::TwoPass || needs_tiles::<Acc<E>>(shard) {
-            let listed = ListedKeys::new(lists, shard.spec.dims.q_heads);
-            *tile_list_bias = Some(ListBiasSums::new(listed, &shard.spec)?);
-        }
-    }
-    table_gradient.iter_mut().for_each(|gradient| gradient.clear());
+    state.table_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {
         token: geometry.token,
         out: (!shard.spec.partial).then(|| array("out", inputs.out)).transpose()?,
@@ -76,6 +67,22 @@ pub(crate) fn begin<E: TileInput>(
     team.run(scratch, lines, None, |_, (line, into), _| {
         rows.fill(line / heads, line % heads, into);
     });
+    Ok(())
+}
+
+/// Zeroes the gradient of the bias of key lists; with `tiles` also its sums by tiles.
+pub(crate) fn begin_list_bias<A: Real>(state: &mut PassState<A>, tiles: bool) -> Result<()> {
+    let PassState { shard, list_bias_gradient, tile_list_bias, .. } = state;
+    list_bias_gradient.clear();
+    *tile_list_bias = None;
+    let lists = shard.key_lists.as_deref().filter(|lists| lists.bias().is_some());
+    let Some(lists) = lists else { return Ok(()) };
+    memory::reserve("the gradient of key_list_bias", list_bias_gradient, lists.len())?;
+    list_bias_gradient.resize(lists.len(), A::ZERO);
+    if tiles {
+        let listed = ListedKeys::new(lists, shard.spec.dims.q_heads);
+        *tile_list_bias = Some(ListBiasSums::new(listed, &shard.spec)?);
+    }
     Ok(())
 }
 

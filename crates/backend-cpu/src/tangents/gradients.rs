@@ -30,7 +30,7 @@ use crate::{
         team::{Team, Ticker},
     },
     tile::{
-        bias::bias_column,
+        bias::{ListBiasSums, bias_column},
         gemm::{gemm_nn, gemm_rows, gemm_tn},
         geometry::{Geometry, Strip, TileCoord},
         input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
@@ -152,7 +152,7 @@ pub(crate) fn attend_kv<E: TileInput>(
     tick: Tick<'_>,
 ) -> Result<()> {
     state.update_query_tiles(team, block.rows)?;
-    let PassState { shard, query_tiles, tangents, .. } = state;
+    let PassState { shard, query_tiles, tangents, tile_list_bias, .. } = state;
     let Some(tangents) = tangents.as_mut().filter(|tangents| tangents.is_double) else {
         return Err(Error::internal("gradients of a JVP"));
     };
@@ -161,7 +161,15 @@ pub(crate) fn attend_kv<E: TileInput>(
     let records = elements_mut::<Acc<E>>(bytes_mut(dkv)?, block.rows.len(), &record)?;
     records.fill(Acc::<E>::ZERO);
     let pass = GradientBlock {
-        block: TangentBlock::<E>::new(tangents.geometry, shard, query_tiles, inputs, block)?,
+        block: TangentBlock::<E>::new(
+            tangents.geometry,
+            shard,
+            query_tiles,
+            &tangents.list_direction,
+            inputs,
+            block,
+        )?,
+        list_gradient: tile_list_bias.as_ref(),
         dout: TileSource::tensor(array("dout", dout)?),
         record,
         // tasks write disjoint elements of the same records, under a lock held once per key block
@@ -183,6 +191,7 @@ pub(crate) fn attend_kv<E: TileInput>(
 struct GradientBlock<'a, 'r, E: TileInput> {
     block: TangentBlock<'a, E>,
     dout: TileSource<'a, E>,
+    list_gradient: Option<&'a ListBiasSums<Acc<E>>>,
     record: RowLayout,
     records: Mutex<&'r mut [Acc<E>]>,
 }
@@ -343,6 +352,9 @@ impl<E: TileInput> GradientBlock<'_, '_, E> {
             words: tile_mask.words(),
         };
         Acc::<E>::run_kernel(geometry.token, coord.vectors, kernel);
+        if let (Some(gradient), Some(bias)) = (self.list_gradient, &block.scores.list_bias) {
+            gradient.add(bias, coord, tile_mask, block.scores.keys, dp_tangent);
+        }
         if !dbias.is_empty() {
             self.add_bias(coord, tile_mask, dp_tangent, dbias);
         }

@@ -45,7 +45,8 @@ pub(crate) fn attend<E: TileInput>(
     state.update_query_tiles(team, block.rows)?;
     let PassState { shard, query_tiles, tangents, .. } = state;
     let Some(tangents) = tangents else { return Ok(()) };
-    let pass = TangentBlock::<E>::new(tangents.geometry, shard, query_tiles, inputs, block)?;
+    let (geometry, list_direction) = (tangents.geometry, &tangents.list_direction[..]);
+    let pass = TangentBlock::<E>::new(geometry, shard, query_tiles, list_direction, inputs, block)?;
     let chunks = tangents.chunks.iter_mut();
     team.run(&mut tangents.scratch, chunks, Some(tick), |scratch, chunk, ticker| {
         pass.attend_chunk(scratch, chunk, ticker);

@@ -25,18 +25,19 @@ use std::ops::Range;
 
 use annulus_core::{
     BiasOrder, Block, DType, Element, Host, HostView, RankShard, Result, TangentInputs, TileBits,
-    Visibility,
+    Visibility, memory,
 };
 use ndarray::ArrayView4;
 
 use crate::{
+    backward::begin::begin_list_bias,
     simd::{
         dispatch::{ArrayKernel, Real},
         element::Float,
         vector::{map, opaque_rows, strip, strip_mut, zip},
     },
     tile::{
-        bias::load_bias,
+        bias::{ListBias, load_bias},
         bias_table::TableTile,
         gemm::gemm_nn,
         geometry::{Geometry, Strip, TileCoord},
@@ -59,7 +60,11 @@ pub(crate) fn begin<A: Real>(
     state: &mut PassState<A>,
     threads: usize,
     is_double: bool,
+    list_bias: Option<&[f64]>,
 ) -> Result<()> {
+    if is_double {
+        begin_list_bias(state, true)?;
+    }
     state.query_tiles.begin();
     if state.tangents.as_ref().is_none_or(|made| is_double && !made.is_double) {
         state.tangents = None;
@@ -74,6 +79,12 @@ pub(crate) fn begin<A: Real>(
             .for_each(|list| list.fill(A::ZERO));
     }
     tangents.dbias.fill(A::ZERO);
+    tangents.list_direction.clear();
+    if let Some(list_bias) = list_bias {
+        let list = &mut tangents.list_direction;
+        memory::reserve("the direction of key_list_bias", list, list_bias.len())?;
+        list.extend_from_slice(list_bias);
+    }
     Ok(())
 }
 
@@ -126,6 +137,7 @@ struct TangentBlock<'a, E: TileInput> {
     query_tiles: &'a QueryTileCache,
     scores: Scores<'a, Acc<E>>,
     bias_tangent: Option<ArrayView4<'a, Acc<E>>>,
+    list_tangent: Option<ListBias<'a>>,
     q: TileSource<'a, E>,
     q_tangent: TileSource<'a, E>,
     /// Rows [k, k̇] and [v, v̇] of the block.
@@ -138,6 +150,7 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         geometry: Geometry,
         shard: &'a RankShard,
         query_tiles: &'a QueryTileCache,
+        list_direction: &'a [f64],
         inputs: &TangentInputs<HostView<'i>>,
         block: &Block<'b, Host>,
     ) -> Result<Self> {
@@ -147,10 +160,12 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
         let keys = block.rows;
         let bias = |view| array::<Acc<E>>("bias", view);
         let record = spec.tangent_row_layout();
+        let visibility = shard.visibility(queries, keys);
+        let list_bias = ListBias::of(visibility.key_lists);
         let source = |field| TileSource::records(block.buffer.bytes(), keys.len(), &record, field);
         Ok(Self {
             geometry,
-            visibility: shard.visibility(queries, keys),
+            visibility,
             query_tiles,
             scores: Scores {
                 spec,
@@ -158,8 +173,11 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
                 queries,
                 keys,
                 bias: primal.bias.map(bias).transpose()?,
-                list_bias: None,
+                list_bias,
             },
+            list_tangent: list_bias
+                .filter(|_| !list_direction.is_empty())
+                .map(|bias| bias.with(list_direction)),
             bias_tangent: tangent.bias.map(bias).transpose()?,
             q: TileSource::tensor(array("q", primal.q)?),
             q_tangent: TileSource::tensor(array("q", tangent.q)?),
@@ -258,13 +276,20 @@ impl<'a, E: TileInput> TangentBlock<'a, E> {
             load_bias(*token, bias, coord, keys, pairs.queries, bias_tangent);
         }
         let span = coord.span(tile_mask.rows());
+        if let Some(list_tangent) = &self.list_tangent {
+            if self.bias_tangent.is_none() {
+                bias_tangent[span.clone()].fill(Acc::<E>::ZERO);
+            }
+            list_tangent.add(coord, tile_mask, scores.keys, bias_tangent);
+        }
+        let has_tangent = self.bias_tangent.is_some() || self.list_tangent.is_some();
         let spec = scores.spec;
         let slopes = slopes && scores.has_soft_cap_slope();
         let epilogue = TangentEpilogue {
             s: &mut s[span.clone()],
             s_tangent: &mut s_tangent[span.clone()],
             bias: has_bias.then(|| &extra[span.clone()]),
-            bias_tangent: self.bias_tangent.map(|_| &bias_tangent[span.clone()]),
+            bias_tangent: has_tangent.then(|| &bias_tangent[span.clone()]),
             slopes: slopes.then(|| [&mut slope[span.clone()], &mut slope_tangent[span.clone()]]),
             round: scores.rounding(),
             scale: Acc::<E>::from_f64(spec.scale),

@@ -185,6 +185,11 @@ impl<'a> ListBias<'a> {
         Some(Self { listed, bias: listed.lists.bias()? })
     }
 
+    /// Returns other numbers of the same lists.
+    pub(crate) fn with(self, numbers: &'a [f64]) -> Self {
+        Self { bias: numbers, ..self }
+    }
+
     /// Calls `each` with the element of each visible pair of a tile and its entry in the lists.
     fn each_pair(
         &self,

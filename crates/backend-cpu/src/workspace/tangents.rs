@@ -38,6 +38,8 @@ pub(crate) struct TangentState<A> {
     pub(crate) dbias: Aligned<A>,
     /// Elements of `dbias` of one owner.
     pub(crate) dbias_len: usize,
+    /// Direction of the bias of key lists; empty for 0.
+    pub(crate) list_direction: Vec<f64>,
 }
 
 /// Some queries of one batch row and head.
@@ -145,7 +147,8 @@ impl<A: Real> TangentState<A> {
             scratch.push(TangentScratch::new(&geometry, is_double)?);
         }
         let dbias = Aligned::zeroed(owners * dbias_len)?;
-        Ok(Self { geometry, is_double, chunks, scratch, dbias, dbias_len })
+        let list_direction = Vec::new();
+        Ok(Self { geometry, is_double, chunks, scratch, dbias, dbias_len, list_direction })
     }
 
     /// Returns the heap bytes.
@@ -154,6 +157,7 @@ impl<A: Real> TangentState<A> {
             + self.chunks.iter().map(Chunk::bytes).sum::<usize>()
             + self.scratch.iter().map(TangentScratch::bytes).sum::<usize>()
             + self.dbias.bytes()
+            + list_bytes(&self.list_direction)
     }
 }
 

@@ -36,7 +36,7 @@ use annulus_conformance::{
     suite::{self, Poison, Scale},
     wgpu::WgpuRing,
 };
-use annulus_core::{BackwardMode::OnePass, DType, Inputs, Outputs, Result};
+use annulus_core::{DType, Inputs, Outputs, Result};
 use annulus_plan::Layout;
 use annulus_wgpu::{
     Adapter, Copier, Gpu, Level, Options, QueryTileSize, RegisterTile, Stopwatch, Tensor, Wgpu,
@@ -158,7 +158,7 @@ fn random_cases_hold_on_wgpu() {
 #[test]
 fn key_lists_hold_on_wgpu() {
     let Some(gpu) = gpu() else { return };
-    suite::key_lists(&WgpuRing::on_host(gpu).only(F32), &[OnePass], 400..420).unwrap();
+    suite::key_lists(&WgpuRing::on_host(gpu).only(F32), true, 400..420).unwrap();
 }
 
 #[test]

@@ -77,12 +77,12 @@ impl MessageBuffers {
 impl HeadExchange {
     /// Derives the messages of the rank at `ring_index` and allocates buffers for those of
     /// `passes`.
-    pub(super) fn new(
+    pub(super) fn new<'f>(
         spec: &Spec,
         grid: HeadGrid,
         layout: &GroupLayout,
         ring_index: usize,
-        passes: [Option<&ExchangeFields>; 2],
+        passes: impl Iterator<Item = &'f ExchangeFields>,
     ) -> Result<Self> {
         let group = grid.group(ring_index);
         let of_members = || (0..grid.members()).map(|member| grid.ring_index(group, member));
@@ -97,7 +97,7 @@ impl HeadExchange {
         let count = |rows: &Vec<RowSegment>| rows.iter().map(|of| of.count as u64).sum();
         let rows: Vec<[u64; 2]> =
             segments.iter().map(|sides| sides.each_ref().map(count)).collect();
-        let most = passes.into_iter().flatten().map(|fields| fields.most_bytes(&grid, &rows)).max();
+        let most = passes.map(|fields| fields.most_bytes(&grid, &rows)).max();
         Ok(Self {
             grid,
             member: own,

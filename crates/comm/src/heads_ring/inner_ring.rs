@@ -16,12 +16,12 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Gradients, HostTensors, HostView, HostViewMut, Inputs, MessageBalance,
-    Order, Outputs, Result, Spec,
+    Order, Outputs, Result, Spec, TangentInputs, TangentOutputs,
 };
 
 use super::{
     HeadsRing,
-    shard_tensors::{PassTensor, no_tensor, views, views_mut},
+    shard_tensors::{PassTensor, ShardTensors, no_tensor, views, views_mut},
 };
 use crate::ring::{
     RingOptions,
@@ -45,8 +45,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let q_heads = self.grid.q_heads(self.exchange.member);
         let has_sinks = self.ring.spec().sinks.is_some();
         let own = views(&self.tensors.inputs)?;
+        let own = |name| own.get(&name).copied();
         let of_member =
-            of_member(&own, inputs.as_ref().map(HostView::reborrow), has_sinks, &q_heads)?;
+            of_member(own, inputs.as_ref().map(HostView::reborrow), has_sinks, &q_heads)?;
         let mut views = views_mut(&mut self.tensors.results)?;
         let mut take = |name| views.remove(&name);
         let mut results = Outputs {
@@ -77,13 +78,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let own = views(&self.tensors.inputs)?;
         let results = views(&self.tensors.results)?;
         let given = |name| own.get(&name).or(results.get(&name)).copied();
+        let callers = forward.as_ref().map(HostView::reborrow);
         let of_member = BackwardInputs {
-            forward: of_member(
-                &own,
-                forward.as_ref().map(HostView::reborrow),
-                has_sinks,
-                &q_heads,
-            )?,
+            forward: of_member(given, callers, has_sinks, &q_heads)?,
             out: given(PassTensor::Out).ok_or_else(no_tensor)?,
             max: given(PassTensor::Max).ok_or_else(no_tensor)?,
             sum: given(PassTensor::Sum),
@@ -92,38 +89,85 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             dlse: given(PassTensor::Dlse),
             out_residual: given(PassTensor::OutResidual).filter(|_| has_residual),
         };
-        let mut own = views_mut(&mut self.tensors.gradients)?;
-        let mut take = |name| own.remove(&name);
-        let Gradients { dk, dv, dbias, dsinks, .. } = gradients;
-        let mut results = Gradients {
-            dq: take(PassTensor::Dq).ok_or_else(no_tensor)?,
-            dk: take(PassTensor::Dk).unwrap_or_else(|| dk.reborrow()),
-            dv: take(PassTensor::Dv).unwrap_or_else(|| dv.reborrow()),
-            dbias: take(PassTensor::Dbias).or_else(|| {
-                let dbias = dbias.as_mut()?;
-                // the terms of other heads, if the caller sums over ranks
-                dbias.fill_zero();
-                Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, &q_heads))
-            }),
-            dsinks: dsinks.as_mut().and_then(|dsinks| {
-                dsinks.fill_zero();
-                has_sinks.then(|| own_heads_mut(dsinks.reborrow(), SINK_HEADS, &q_heads))
-            }),
-        };
+        let own = views_mut(&mut self.tensors.gradients)?;
+        let mut results = gradients_of_member(own, gradients, has_sinks, &q_heads)?;
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         self.ring.compute_gradients(&of_member, &mut results)
     }
+
+    /// Runs a JVP or, with `gradients`, a double backward of the ring of this rank's heads.
+    pub(super) fn ring_tangents(
+        &mut self,
+        inputs: &TangentInputs<HostView<'_>>,
+        gradients: Option<&mut Gradients<HostViewMut<'_>>>,
+        start: Instant,
+    ) -> Result<Duration> {
+        let q_heads = self.grid.q_heads(self.exchange.member);
+        let ShardTensors { inputs: given, results, gradients: sums, .. } = &mut self.tensors;
+        let given = views(given)?;
+        let own = |name| given.get(&name).copied();
+        let callers = inputs.as_ref().map(HostView::reborrow);
+        let is_double = gradients.is_some();
+        let of_member = TangentInputs {
+            primal: of_member(own, callers.primal, true, &q_heads)?,
+            tangent: of_member(|name| own(name.tangent()), callers.tangent, true, &q_heads)?,
+            dout: own(PassTensor::Dout).filter(|_| is_double),
+            dlse: own(PassTensor::Dlse).filter(|_| is_double),
+        };
+        let mut results = views_mut(results)?;
+        let mut take = |name| results.remove(&name);
+        let mut outputs = TangentOutputs {
+            out_tangent: take(PassTensor::OutTangent).ok_or_else(no_tensor)?,
+            lse_tangent: take(PassTensor::LseTangent).ok_or_else(no_tensor)?,
+            out: take(PassTensor::Out).filter(|_| !is_double),
+            lse: take(PassTensor::Lse).filter(|_| !is_double),
+        };
+        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
+        let Some(gradients) = gradients else {
+            return self.ring.tangent_loop(&of_member, None, &mut outputs, None);
+        };
+        let own = views_mut(sums)?;
+        let mut gradients = gradients_of_member(own, gradients, true, &q_heads)?;
+        let of_loop = Some(&mut gradients);
+        let waited = self.ring.tangent_loop(&of_member, None, &mut outputs, of_loop)?;
+        Ok(waited + self.ring.reduce_gradients(&mut gradients)?)
+    }
+}
+
+/// Returns the gradients of a member: those that are exchanged, `own`, and the caller's.
+fn gradients_of_member<'a>(
+    mut own: BTreeMap<PassTensor, HostViewMut<'a>>,
+    callers: &'a mut Gradients<HostViewMut<'_>>,
+    has_sinks: bool,
+    q_heads: &Range<usize>,
+) -> Result<Gradients<HostViewMut<'a>>> {
+    let mut take = |name| own.remove(&name);
+    let Gradients { dk, dv, dbias, dsinks, .. } = callers;
+    Ok(Gradients {
+        dq: take(PassTensor::Dq).ok_or_else(no_tensor)?,
+        dk: take(PassTensor::Dk).unwrap_or_else(|| dk.reborrow()),
+        dv: take(PassTensor::Dv).unwrap_or_else(|| dv.reborrow()),
+        dbias: take(PassTensor::Dbias).or_else(|| {
+            let dbias = dbias.as_mut()?;
+            // the terms of other heads, if the caller sums over ranks
+            dbias.fill_zero();
+            Some(own_heads_mut(dbias.reborrow(), BIAS_HEADS, q_heads))
+        }),
+        dsinks: dsinks.as_mut().and_then(|dsinks| {
+            dsinks.fill_zero();
+            has_sinks.then(|| own_heads_mut(dsinks.reborrow(), SINK_HEADS, q_heads))
+        }),
+    })
 }
 
 /// Returns the inputs of a member: those that are exchanged, `own`, and the caller's; sinks only if
 /// they are scores of its key column.
 fn of_member<'a>(
-    own: &BTreeMap<PassTensor, HostView<'a>>,
+    own: impl Fn(PassTensor) -> Option<HostView<'a>>,
     callers: Inputs<HostView<'a>>,
     has_sinks: bool,
     q_heads: &Range<usize>,
 ) -> Result<Inputs<HostView<'a>>> {
-    let own = |name| own.get(&name).copied();
     let sinks = callers.sinks.filter(|_| has_sinks);
     Ok(Inputs {
         q: own(PassTensor::Q).ok_or_else(no_tensor)?,

@@ -8,7 +8,8 @@
 //! ring       over the ranks with the same heads of all groups
 //! exchange   own heads of all rows        -> own rows of all heads                  out, lse
 //! ```
-//! A backward pass sends out, lse, dout and dlse with the inputs, and returns dq, dk and dv.
+//! A backward pass sends out, lse, dout and dlse with the inputs, and returns dq, dk and dv. A JVP
+//! and a double backward also send the direction of the inputs.
 //!
 //! With several key columns, a group has a part of the queries, and its ranks have the keys of a
 //! column each (here 2 groups × 3 columns, ring index = 3 · group + column):
@@ -63,7 +64,8 @@ use std::{
 
 use annulus_core::{
     AgreedLengths, Backend, BackwardInputs, Batch, Control, Error, Gradients, Host, HostTensors,
-    HostView, HostViewMut, Inputs, Outputs, Result, Runs, Side, Space, Spec, Transport,
+    HostView, HostViewMut, Inputs, Outputs, Result, Runs, Side, Space, Spec, TangentInputs,
+    TangentOutputs, Transport,
 };
 use annulus_plan::{ExchangeFields, GroupLayout, HeadField, HeadGrid, Layout, Route, Strategy};
 
@@ -74,7 +76,7 @@ use self::{
     subset::Subset,
 };
 use crate::{
-    agreement,
+    agreement::{self, Descriptor},
     calls::{Calls, Collective, Report, caught},
     head_statistics,
     profiler::span,
@@ -107,6 +109,8 @@ pub struct HeadsRing<B: Backend> {
     tensors: ShardTensors,
     forward: PassFields,
     backward: PassFields,
+    /// Of a JVP and of a double backward, of a plan with them.
+    tangents: Vec<PassFields>,
     /// Rounding residual of out, if it is exchanged when callers ask for it: of 16-bit types and
     /// one key column. With several, the merge of the columns computes it.
     residual: Option<HeadField>,
@@ -178,7 +182,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let balance = prepared.as_ref().map(|(_, balance)| balance).map_err(Error::clone);
         let lengths = agreement::close_plan(transport, 1, || 2, balance)?;
         let (prepared, _) = prepared?;
-        let PreparedGrid { layout, ring_index, forward, backward, exchange, tensors } = prepared;
+        let PreparedGrid { layout, ring_index, forward, backward, tangents, exchange, tensors } =
+            prepared;
 
         let member = grid.member(ring_index);
         let rank_of = |group| layout.order.rank(grid.ring_index(group, member));
@@ -213,6 +218,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             tensors,
             forward,
             backward,
+            tangents,
             residual,
             lengths: posts_ahead.then_some(lengths),
             calls: Calls::new(PLAN_ROUNDS),
@@ -281,6 +287,63 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         self.call(PassKind::Backward, checked, has_residual, |plan, start| {
             let waited = plan.backward_pass(inputs, gradients, start)?;
             Ok(waited + plan.sum_gradients(gradients)?)
+        })
+    }
+
+    /// Computes out, lse and their tangents, as [`Ring::jvp`].
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::jvp`].
+    pub fn jvp(
+        &mut self,
+        inputs: &TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+    ) -> Result<Report> {
+        self.call_tangents("jvp", inputs, outputs, None)
+    }
+
+    /// Computes the gradients of the gradients, as [`Ring::double_backward`].
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::double_backward`].
+    pub fn double_backward(
+        &mut self,
+        inputs: &TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+    ) -> Result<Report> {
+        self.call_tangents("double_backward", inputs, outputs, Some(gradients))
+    }
+
+    /// Runs a JVP or, with `gradients`, a double backward, as [`HeadsRing::call`].
+    fn call_tangents(
+        &mut self,
+        name: &'static str,
+        inputs: &TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        gradients: Option<&mut Gradients<HostViewMut<'_>>>,
+    ) -> Result<Report> {
+        let is_double = gradients.is_some();
+        let options = [self.options.second_derivatives, self.options.backward];
+        let checked = check::plan_of_tangents(options, is_double).and_then(|()| {
+            let of_gradients = gradients.as_ref().map(|of| of.as_ref().map(Host::describe_mut));
+            let inputs = inputs.as_ref().map(Host::describe);
+            let outputs = outputs.as_ref().map(Host::describe_mut);
+            self.shapes().tangents(&inputs, &outputs, of_gradients.as_ref())
+        });
+        let exchanged = self.tangents.get(usize::from(is_double));
+        let exchanged = exchanged.map_or(0, |pass| self.exchange.bytes_sent(&pass.fields));
+        let sums = if is_double { self.sum_bytes() + self.ring.reduce_bytes() } else { 0 };
+        let bytes = exchanged + self.ring.tangent_bytes(is_double) + sums;
+        let described = checked.map(|()| check::describe_call(name));
+        self.call_described(name, described, bytes, |plan, start| {
+            plan.tangent_pass(inputs, outputs, gradients, start)
         })
     }
 
@@ -427,10 +490,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         has_residual: bool,
         pass: impl FnOnce(&mut Self, Instant) -> Result<Duration>,
     ) -> Result<Report> {
-        self.calls.alive()?;
         let name = kind.name();
-        span!("pass", name, rank = self.rank);
-        let start = Instant::now();
         let reserved = checked.and_then(|()| self.reserve_residual(has_residual));
         // a message of its own, which all ranks send or none
         let described = reserved.map(|()| {
@@ -440,10 +500,24 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 has_residual,
             )
         });
+        let residual = if has_residual { self.residual_bytes(kind) } else { 0 };
+        self.call_described(name, described, self.bytes_predicted(kind) + residual, pass)
+    }
+
+    /// Runs one pass that `described` compares between ranks.
+    fn call_described(
+        &mut self,
+        name: &'static str,
+        described: Result<Descriptor>,
+        bytes_predicted: u64,
+        pass: impl FnOnce(&mut Self, Instant) -> Result<Duration>,
+    ) -> Result<Report> {
+        self.calls.alive()?;
+        span!("pass", name, rank = self.rank);
+        let start = Instant::now();
         let agreed = self.calls.entries.enter(&mut self.transport, &described).map(drop);
         self.entered(agreed)?;
-        let residual = if has_residual { self.residual_bytes(kind) } else { 0 };
-        self.run(start, self.bytes_predicted(kind) + residual, |plan| pass(plan, start))
+        self.run(start, bytes_predicted, |plan| pass(plan, start))
     }
 
     /// Allocates the residual of the own heads in the first pass that exchanges it.

@@ -8,14 +8,14 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Error, Gradients, HostTensors, HostView, HostViewMut, Inputs, Outputs,
-    Result, RowSegment,
+    Result, RowSegment, TangentInputs, TangentOutputs,
 };
 use annulus_plan::{HeadAxis, HeadField};
 
 use super::{
     HeadsRing,
     exchange::{HeadExchange, Messages, count_bytes, side_index},
-    shard_tensors::{ColumnGradients, PassFields, PassTensor},
+    shard_tensors::{ColumnGradients, PassFields, PassTensor, no_tensor},
 };
 use crate::{
     delegate::HostMessages,
@@ -137,11 +137,32 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             waited += self.receive_inputs(pass, &self.residual_of(pass.kind), given)?;
         }
         waited += self.ring_backward(&inputs.forward, has_residual, gradients, start)?;
+        let list = self.outputs_of(pass.kind);
+        let sum_dq = columns.as_mut().map(|columns| columns.dq.view_mut()).transpose()?;
+        waited += self.send_gradients(pass, &list, &mut Targets::new(), gradients, sum_dq)?;
+        if let (Some(of_columns), Some(all)) = (columns, self.tensors.columns.as_mut()) {
+            gradients.dq.round_from(&of_columns.dq.view()?);
+            all.backward = Some(of_columns);
+        }
+        Ok(waited)
+    }
+
+    /// Exchanges `targets` and the gradients of the own heads for those of the own rows; dq in
+    /// `sum_dq`, of several key columns.
+    fn send_gradients(
+        &mut self,
+        pass: GridPass,
+        list: &FieldList,
+        others: &mut Targets<'_>,
+        gradients: &mut Gradients<HostViewMut<'_>>,
+        mut sum_dq: Option<HostViewMut<'_>>,
+    ) -> Result<Duration> {
         let mut sums = self.tensors.sums.take();
         let Gradients { dq, dk, dv, dbias, .. } = gradients;
-        let mut targets = Targets::new();
-        let dq_target = match &mut columns {
-            Some(columns) => ResultTarget::sum(columns.dq.view_mut()?),
+        let of_call = others.iter_mut().map(|(&name, target)| (name, target.reborrow()));
+        let mut targets: Targets<'_> = of_call.collect();
+        let dq_target = match &mut sum_dq {
+            Some(sum) => ResultTarget::sum(sum.reborrow()),
             None => ResultTarget::new(dq.reborrow()),
         };
         targets.insert(PassTensor::Dq, dq_target);
@@ -152,7 +173,6 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             None => [dk.reborrow(), dv.reborrow()].map(ResultTarget::new),
         };
         targets.extend([(PassTensor::Dk, dk_target), (PassTensor::Dv, dv_target)]);
-        let list = self.outputs_of(pass.kind);
         let of_bias = list.pairs().find(|(name, _)| *name == PassTensor::Dbias);
         if let (Some(dbias), Some((name, field))) = (dbias, of_bias) {
             let view = name.turn_mut(dbias.reborrow());
@@ -160,18 +180,61 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             let target = if adds { ResultTarget::sum(view) } else { ResultTarget::new(view) };
             targets.insert(name, target);
         }
-        waited += self.send_to(pass, &list, &mut targets)?;
+        let waited = self.send_to(pass, list, &mut targets)?;
         drop(targets);
         if let Some([sum_dk, sum_dv]) = &sums {
             dk.round_from(&sum_dk.view()?);
             dv.round_from(&sum_dv.view()?);
         }
         self.tensors.sums = sums;
-        if let (Some(of_columns), Some(all)) = (columns, self.tensors.columns.as_mut()) {
-            dq.round_from(&of_columns.dq.view()?);
-            all.backward = Some(of_columns);
-        }
         Ok(waited)
+    }
+
+    /// Runs a JVP or, with `gradients`, a double backward. Returns the exposed communication.
+    pub(super) fn tangent_pass(
+        &mut self,
+        inputs: &TangentInputs<HostView<'_>>,
+        outputs: &mut TangentOutputs<HostViewMut<'_>>,
+        mut gradients: Option<&mut Gradients<HostViewMut<'_>>>,
+        start: Instant,
+    ) -> Result<Duration> {
+        let is_double = gradients.is_some();
+        let kind = if is_double { PassKind::Backward } else { PassKind::Forward };
+        let pass = self.new_pass(kind, start);
+        let of = self.tangents.get(usize::from(is_double));
+        let PassFields { fields, inputs: given, outputs: made } = of.ok_or_else(no_tensor)?;
+        let sent = FieldList { names: given.clone(), fields: fields.inputs.clone(), tag: 0 };
+        let list = FieldList { names: made.clone(), fields: fields.outputs.clone(), tag: 1 };
+        let callers = inputs.as_ref().map(HostView::reborrow);
+        let mut waited = self.receive_inputs(pass, &sent, |name| {
+            use PassTensor::{BiasTangent, Dlse, Dout, KTangent, QTangent, VTangent};
+            Ok(match name {
+                QTangent => Some(callers.tangent.q),
+                KTangent => Some(callers.tangent.k),
+                VTangent => Some(callers.tangent.v),
+                BiasTangent => callers.tangent.bias,
+                Dout => callers.dout,
+                Dlse => callers.dlse,
+                _ => input(&callers.primal, name),
+            })
+        })?;
+        waited += self.ring_tangents(inputs, gradients.as_deref_mut(), start)?;
+        let TangentOutputs { out_tangent, lse_tangent, out, lse } = outputs.as_mut();
+        let mut targets = Targets::new();
+        for (name, view) in [
+            (PassTensor::OutTangent, Some(out_tangent)),
+            (PassTensor::LseTangent, Some(lse_tangent)),
+            (PassTensor::Out, out),
+            (PassTensor::Lse, lse),
+        ] {
+            let target = view.map(|view| ResultTarget::new(name.turn_mut(view.reborrow())));
+            targets.extend(target.map(|target| (name, target)));
+        }
+        let Some(gradients) = gradients else {
+            return Ok(waited + self.send_to(pass, &list, &mut targets)?);
+        };
+        waited += self.send_gradients(pass, &list, &mut targets, gradients, None)?;
+        Ok(waited + self.sum_gradients(gradients)?)
     }
 
     /// Returns the tensors that are exchanged before the ring of a pass.
@@ -308,6 +371,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
 }
 
 impl<'a> ResultTarget<'a> {
+    fn reborrow(&mut self) -> ResultTarget<'_> {
+        ResultTarget { view: self.view.reborrow(), adds: self.adds }
+    }
+
     /// A tensor of which each part has one owner.
     const fn new(view: HostViewMut<'a>) -> Self {
         Self { view, adds: false }

@@ -39,12 +39,17 @@ use crate::{
     },
 };
 
+/// Number of the first pass with tangents in a balance: after the others and their sums.
+const TANGENT_PASS: u64 = 8;
+
 /// Part of a plan that a rank derives and allocates alone, before ranks agree that all succeeded.
 pub(super) struct PreparedGrid {
     pub(super) layout: GroupLayout,
     pub(super) ring_index: usize,
     pub(super) forward: PassFields,
     pub(super) backward: PassFields,
+    /// Of a JVP and of a double backward, of a plan with them.
+    pub(super) tangents: Vec<PassFields>,
     pub(super) exchange: HeadExchange,
     pub(super) tensors: ShardTensors,
 }
@@ -64,11 +69,15 @@ impl PreparedGrid {
         let ring_index = layout.order.ring_index(rank);
         let forward = PassFields::forward(spec, &grid);
         let backward = PassFields::backward(spec, &grid);
-        let passes = [Some(&forward), options.backward.then_some(&backward)];
-        let fields = passes.map(|pass| pass.map(|pass| &pass.fields));
+        let doubles = [false, true].into_iter().take(1 + usize::from(options.backward));
+        let tangents = doubles.filter(|_| options.second_derivatives);
+        let tangents: Vec<_> = tangents.map(|of| PassFields::tangents(spec, &grid, of)).collect();
+        let passes = std::iter::once(&forward).chain(options.backward.then_some(&backward));
+        let passes: Vec<&PassFields> = passes.chain(&tangents).collect();
+        let fields = passes.iter().map(|pass| &pass.fields);
         let exchange = HeadExchange::new(spec, grid, &layout, ring_index, fields)?;
-        let tensors = ShardTensors::new(spec, &exchange, passes)?;
-        Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
+        let tensors = ShardTensors::new(spec, &exchange, &passes, options.backward)?;
+        Ok(Self { layout, ring_index, forward, backward, tangents, exchange, tensors })
     }
 
     /// Returns the balance of the messages that `rank` exchanges in the passes of a plan.
@@ -97,6 +106,16 @@ impl PreparedGrid {
                 let HeadExchange { ranks, member, .. } = &self.exchange;
                 let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
                 messages.add_to(&mut balance, pass as u64);
+            }
+        }
+        for (pass, fields) in (TANGENT_PASS..).zip(&self.tangents) {
+            for (tag, bytes) in [
+                (0, self.exchange.input_bytes(&fields.fields.inputs)),
+                (1, self.exchange.output_bytes(&fields.fields.outputs)),
+            ] {
+                let HeadExchange { ranks, member, .. } = &self.exchange;
+                let messages = Messages { ranks, member: *member, bytes, tag, step: 0 };
+                messages.add_to(&mut balance, pass);
             }
         }
         add_sums_to(&mut balance, spec, options, &self.layout.order, rank);
@@ -128,8 +147,9 @@ pub(super) fn check<B: Backend>(
     let grid = HeadGrid::of(&spec.dims, ranks, strategy)?;
     let grid = grid.ok_or_else(|| Error::invalid("strategy", strategy, "a strategy by name"))?;
     grid.check(&spec, options.backward)?;
-    if options.second_derivatives {
-        return Err(Error::unsupported("second_derivatives", format!("strategy {strategy}")));
+    if options.second_derivatives && grid.columns() > 1 {
+        let by = format!("strategy {strategy}, which divides keys into columns");
+        return Err(Error::unsupported("second_derivatives", by));
     }
     if let Some(layout) = &options.layout {
         layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;

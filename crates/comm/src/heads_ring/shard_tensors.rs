@@ -60,8 +60,14 @@ pub(super) enum PassTensor {
     V,
     /// A bias with a query axis.
     Bias,
+    QTangent,
+    KTangent,
+    VTangent,
+    BiasTangent,
     Out,
     Lse,
+    OutTangent,
+    LseTangent,
     Max,
     Sum,
     /// Of an output that is not normalised; in a backward pass of several key columns the shares of
@@ -83,8 +89,33 @@ impl PassTensor {
     /// Returns true for a tensor that a pass takes as `[batch, heads, rows, elements]`: a statistic
     /// or a bias. All others, and all tensors in messages, are `[batch, rows, heads, elements]`.
     const fn is_heads_first(self) -> bool {
-        use PassTensor::{Bias, Dbias, Dlse, Lse, Max, Statistics, Sum, Ties};
-        matches!(self, Bias | Dbias | Dlse | Lse | Max | Statistics | Sum | Ties)
+        use PassTensor::{
+            Bias, BiasTangent, Dbias, Dlse, Lse, LseTangent, Max, Statistics, Sum, Ties,
+        };
+        matches!(
+            self,
+            Bias | BiasTangent | Dbias | Dlse | Lse | LseTangent | Max | Statistics | Sum | Ties
+        )
+    }
+
+    /// Returns the gradient of an input.
+    const fn gradient(self) -> Self {
+        match self {
+            Self::K => Self::Dk,
+            Self::V => Self::Dv,
+            Self::Bias => Self::Dbias,
+            _ => Self::Dq,
+        }
+    }
+
+    /// Returns the tangent of an input.
+    pub(super) const fn tangent(self) -> Self {
+        match self {
+            Self::K => Self::KTangent,
+            Self::V => Self::VTangent,
+            Self::Bias => Self::BiasTangent,
+            _ => Self::QTangent,
+        }
     }
 
     /// Converts a tensor between the forms of a pass and of messages.
@@ -122,20 +153,30 @@ impl PassFields {
 
     /// Returns the tensors of a backward pass.
     pub(super) fn backward(spec: &Spec, grid: &HeadGrid) -> Self {
-        use PassTensor::{Bias, Dbias, Dk, Dlse, Dout, Dq, Dv, K, Max, Out, Sum, Ties, V};
+        use PassTensor::{Dlse, Dout, Max, Out, Sum, Ties};
         let mut inputs = Self::input_names(spec, grid);
-        let gradient = |&name: &PassTensor| match name {
-            K => Dk,
-            V => Dv,
-            Bias => Dbias,
-            _ => Dq,
-        };
-        let outputs = inputs.iter().map(gradient).collect();
+        let outputs = inputs.iter().map(|name| name.gradient()).collect();
         // −delta is sent in place of out
         inputs.extend((grid.columns() == 1).then_some(Out));
         inputs.extend([Max, Sum, Dout, Dlse]);
         inputs.extend((!spec.normalize).then_some(Ties));
         Self { fields: ExchangeFields::of_backward(spec, grid), inputs, outputs }
+    }
+
+    /// Returns the tensors of a JVP or, if `is_double`, of a double backward.
+    pub(super) fn tangents(spec: &Spec, grid: &HeadGrid, is_double: bool) -> Self {
+        use PassTensor::{Dlse, Dout, Lse, LseTangent, Out, OutTangent};
+        let own = Self::input_names(spec, grid);
+        let direction = own.iter().map(|name| name.tangent());
+        let mut inputs: Vec<PassTensor> = own.iter().copied().chain(direction).collect();
+        let mut outputs = vec![OutTangent, LseTangent];
+        if is_double {
+            inputs.extend([Dout, Dlse]);
+            outputs.extend(own.iter().map(|name| name.gradient()));
+        } else {
+            outputs.extend([Out, Lse]);
+        }
+        Self { fields: ExchangeFields::of_tangents(spec, grid, is_double), inputs, outputs }
     }
 
     fn input_names(spec: &Spec, grid: &HeadGrid) -> Vec<PassTensor> {
@@ -186,21 +227,21 @@ pub(super) struct ShardTensors {
 }
 
 impl ShardTensors {
-    /// Allocates the tensors of a forward and of a backward pass of `spec`, that of all heads.
+    /// Allocates the tensors of `passes` of `spec`, that of all heads.
     pub(super) fn new(
         spec: &Spec,
         exchange: &HeadExchange,
-        passes: [Option<&PassFields>; 2],
+        passes: &[&PassFields],
+        backward: bool,
     ) -> Result<Self> {
         let mut tensors = Self::default();
-        for (name, field) in passes.into_iter().flatten().flat_map(PassFields::all) {
+        for (name, field) in passes.iter().flat_map(|pass| pass.all()) {
             tensors.add(name, field, exchange)?;
             if name == PassTensor::Max {
                 tensors.add(PassTensor::Lse, field, exchange)?;
             }
         }
         let Dims { batch, head_dim, value_dim, kv_heads, .. } = spec.dims;
-        let backward = passes[1].is_some();
         let [q_rows, kv_rows] = [Side::Q, Side::Kv].map(|side| exchange.own_rows(side)[0].count);
         if backward && exchange.grid.replicas() > 1 {
             let sum = |dim| {
@@ -231,9 +272,12 @@ impl ShardTensors {
     }
 
     fn set_of(&mut self, name: PassTensor) -> &mut TensorSet {
-        use PassTensor::{Bias, Dbias, Dk, Dlse, Dout, Dq, Dv, K, Q, V};
+        use PassTensor::{
+            Bias, BiasTangent, Dbias, Dk, Dlse, Dout, Dq, Dv, K, KTangent, Q, QTangent, V, VTangent,
+        };
         match name {
             Q | K | V | Bias | Dout | Dlse => &mut self.inputs,
+            QTangent | KTangent | VTangent | BiasTangent => &mut self.inputs,
             Dq | Dk | Dv | Dbias => &mut self.gradients,
             _ => &mut self.results,
         }

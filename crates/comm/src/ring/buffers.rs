@@ -41,7 +41,7 @@ pub(super) struct RingBuffers<S: Space> {
     pub(super) tangent_blocks: BlockStock<S>,
     /// Query blocks (two-pass backward).
     pub(super) queries: BlockStock<S>,
-    /// Gradients in flight (one-pass backward).
+    /// Gradients in flight (one-pass backward, double backward).
     pub(super) gradients: GradientStock<S>,
     /// dK and dV of the local keys.
     pub(super) local_dkv: Option<S::Buffer>,
@@ -66,7 +66,8 @@ impl BufferSizes {
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
         let pace = GroupPace::new(agreed, plan);
-        let steps = &plan.program.steps;
+        // of a two-pass backward those of a double backward
+        let of_gradients = if two_pass { plan.tangents.as_ref() } else { Some(&plan.program) };
         let of_blocks = |program: &RankProgram| {
             block_sizes(program.local_bytes(), &program.steps, program.record_bytes, pace)
         };
@@ -77,9 +78,10 @@ impl BufferSizes {
                 let row = plan.query_row.bytes();
                 block_sizes(plan.local_query_bytes(), &plan.query_steps, row, pace)
             }),
-            gradients: (*backward && communicates && !two_pass).then(|| {
-                let tail = plan.gradient_bytes(plan.program.tail_rows());
-                gradient_sizes(steps, plan.gradient_bytes(1), tail, pace.with_gradients())
+            gradients: of_gradients.filter(|_| *backward && communicates).map(|program| {
+                let tail = plan.gradient_bytes(program.tail_rows());
+                let pace = pace.with_gradients();
+                gradient_sizes(&program.steps, plan.gradient_bytes(1), tail, pace)
             }),
         }
     }

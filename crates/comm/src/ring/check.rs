@@ -139,7 +139,28 @@ impl Shapes {
         }
     }
 
-    pub(crate) fn tangent_inputs(&self, got: &TangentInputs<Described>) -> Result<()> {
+    /// Checks a JVP or, with `gradients`, a double backward.
+    pub(crate) fn tangents(
+        &self,
+        inputs: &TangentInputs<Described>,
+        outputs: &TangentOutputs<Described>,
+        gradients: Option<&Gradients<Described>>,
+    ) -> Result<()> {
+        self.tangent_inputs(inputs)?;
+        self.tangent_outputs(outputs)?;
+        match gradients {
+            Some(_) if inputs.dout.is_none() => {
+                Err(Error::invalid("dout", "nothing", "a tensor shaped as out"))
+            }
+            Some(gradients) => self.gradients(gradients),
+            None if inputs.dout.is_some() || inputs.dlse.is_some() => {
+                Err(Error::invalid("dout", "a tensor", "nothing: it is not of a JVP"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn tangent_inputs(&self, got: &TangentInputs<Described>) -> Result<()> {
         self.inputs(&got.primal)?;
         let Inputs { q, k, v, bias, sinks } = got.tangent;
         check_tensor("tangent of q", q, self.q)?;
@@ -152,7 +173,7 @@ impl Shapes {
         check_optional("dlse", got.dlse, got.dlse.map(|_| self.lse))
     }
 
-    pub(crate) fn tangent_outputs(&self, got: &TangentOutputs<Described>) -> Result<()> {
+    fn tangent_outputs(&self, got: &TangentOutputs<Described>) -> Result<()> {
         check_tensor("tangent of out", got.out_tangent, self.out)?;
         check_tensor("tangent of lse", got.lse_tangent, self.lse)?;
         check_optional("out", got.out, got.out.map(|_| self.out))?;
@@ -171,6 +192,16 @@ impl Shapes {
 /// Returns true if out of this type has a rounding residual: in 16 bits.
 pub(crate) const fn has_residual(dtype: DType) -> bool {
     matches!(dtype, DType::Bf16 | DType::F16)
+}
+
+/// Refuses a JVP or, if `is_double`, a double backward of a plan that is not made for it.
+pub(crate) fn plan_of_tangents(options: [bool; 2], is_double: bool) -> Result<()> {
+    let [second_derivatives, backward] = options;
+    if !second_derivatives {
+        let want = "true: it was not set when the plan was made";
+        return Err(Error::invalid("second_derivatives", false, want));
+    }
+    if is_double && !backward { Err(forward_only()) } else { Ok(()) }
 }
 
 /// Returns the error of a backward pass of a plan without one.
@@ -244,20 +275,16 @@ pub(crate) fn second_derivatives(
     spec: &Spec,
     options: &RingOptions,
     capabilities: &Capabilities,
-    ranks: usize,
 ) -> Result<()> {
     if !options.second_derivatives {
         return Ok(());
     }
-    let two_pass = options.backward && spec.backward == BackwardMode::TwoPass && ranks > 1;
     let by = if !capabilities.second_derivatives {
         format!("the {} backend", capabilities.name)
     } else if spec.leaf_rows.is_some() {
         "the reproducible order (reproducible)".to_owned()
     } else if !spec.normalize {
         "an output that is not normalised (unnormalized)".to_owned()
-    } else if two_pass {
-        "a backward pass in two passes (backward_mode) over several ranks".to_owned()
     } else {
         return Ok(());
     };

@@ -11,8 +11,9 @@
 //! row that it needs once, and sends one partial gradient for it.
 //!
 //! In a two-pass backward a rank sends its queries to the owners of their keys, which compute dK
-//! and dV. The message to an owner then also has these queries, and their keys among the owner's
-//! rows: each listed pair is told once.
+//! and dV. The message to an owner then also has these queries, their keys among the owner's rows, and
+//! the bias of these pairs: each listed pair is told once. The gradient of the bias is not sent: the
+//! rank of the query computes it with dQ.
 
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -35,18 +36,7 @@ const WHAT: &str = "rows that key_lists need";
 
 /// Refuses key lists in a ring that cannot send exactly the rows that they need.
 pub(super) fn check(agreed: &Agreed, batch: &Batch, ranks: usize) -> Result<()> {
-    let Some(lists) = &batch.key_lists else { return Ok(()) };
-    if lists.bias().is_some() && agreed.second_derivatives {
-        return Err(Error::unsupported("key_list_bias", "second derivatives"));
-    }
-    if ranks == 1 {
-        return Ok(());
-    }
-    if lists.bias().is_some() && agreed.sends_queries(ranks) {
-        let what = "key_list_bias in a two-pass backward over several ranks";
-        return Err(Error::unsupported(what, "the ring"));
-    }
-    match agreed.given_route {
+    match agreed.given_route.filter(|_| batch.key_lists.is_some() && ranks > 1) {
         Some(route) if route != Route::Direct => Err(Error::unsupported(
             "key_lists",
             format!("route {}: they need direct", route.name()),
@@ -100,7 +90,7 @@ pub(super) fn pairs_by_owner(
 
 impl<B: Backend> Ring<B> {
     /// Tells each owner the rows that this rank needs of it, and learns which of its own others
-    /// need. `pairs` are by ring index, `planes` the batch rows and groups of the lists.
+    /// need. `pairs` of `lists` are by ring index.
     ///
     /// # Ordering
     /// Collective.
@@ -110,7 +100,7 @@ impl<B: Backend> Ring<B> {
     pub(super) fn exchange_needs(
         &mut self,
         pairs: &[OwnerPairs],
-        planes: [usize; 2],
+        lists: &KeyLists,
     ) -> Result<ListedNeeds> {
         let Self { ranks, ring_index, .. } = *self;
         let held = [&self.plan.shards.q, &self.plan.shards.kv]
@@ -177,9 +167,8 @@ impl<B: Backend> Ring<B> {
         let mut received = Vec::new();
         for (header, arrived) in in_flight.wait_all()? {
             let peer = order.ring_index(header.peer);
-            let shape = sends_queries.then_some(planes);
-            let message =
-                decode(arrived.buffer.bytes(), [kv_held[ring_index], q_held[peer]], shape);
+            let like = sends_queries.then_some(lists);
+            let message = decode(arrived.buffer.bytes(), [kv_held[ring_index], q_held[peer]], like);
             let (pairs, is_last) = message.ok_or_else(|| Error::Comm {
                 peer: header.peer,
                 step: 0,
@@ -201,7 +190,8 @@ impl<B: Backend> Ring<B> {
             queries.asked[user] = (rows, is_last);
         }
         let received = if sends_queries {
-            Some(Arc::new(ReceivedLists::merge(planes, &received)?))
+            let [batches, groups, _] = lists.shape();
+            Some(Arc::new(ReceivedLists::merge([batches, groups], &received)?))
         } else {
             None
         };
@@ -231,7 +221,7 @@ fn told_bytes(directory: &[u8], own: u64) -> Option<u64> {
 }
 
 /// Appends what the owner of the keys of `pairs` is told: whether their block is the last one of
-/// this rank, both sets of rows, the number of keys of each list, and the keys.
+/// this rank, both sets of rows, the number of keys of each list, the keys, and their bias.
 fn encode(pairs: &OwnerPairs, is_last: bool, into: &mut Vec<u8>) {
     let mut number = |number: u64| into.extend(number.to_le_bytes());
     number(u64::from(is_last));
@@ -241,11 +231,13 @@ fn encode(pairs: &OwnerPairs, is_last: bool, into: &mut Vec<u8>) {
     }
     pairs.lists.counts().for_each(&mut number);
     into.extend(pairs.lists.keys().iter().flat_map(|key| key.to_le_bytes()));
+    let bias = pairs.lists.bias().into_iter().flatten();
+    into.extend(bias.flat_map(|number| number.to_le_bytes()));
 }
 
-/// Decodes [`encode`] for the owner of `held[0]` keys, from a rank of `held[1]` queries. `planes` are
-/// the batch rows and groups of lists, if there are any.
-fn decode(bytes: &[u8], held: [u64; 2], planes: Option<[usize; 2]>) -> Option<(OwnerPairs, bool)> {
+/// Decodes [`encode`] for the owner of `held[0]` keys, from a rank of `held[1]` queries. The lists,
+/// if there are any, have batch rows and groups as `like` does, and a bias if it does.
+fn decode(bytes: &[u8], held: [u64; 2], like: Option<&KeyLists>) -> Option<(OwnerPairs, bool)> {
     let mut rest = bytes;
     let mut number = || -> Option<u64> {
         let (number, after) = rest.split_first_chunk::<8>()?;
@@ -266,15 +258,24 @@ fn decode(bytes: &[u8], held: [u64; 2], planes: Option<[usize; 2]>) -> Option<(O
         *set = ranges.into_iter().collect();
     }
     let [keys, queries] = sets;
-    let Some(planes) = planes else {
+    let Some(like) = like else {
         return rest.is_empty().then_some((OwnerPairs { keys, ..OwnerPairs::default() }, is_last));
     };
+    let [batches, groups, _] = like.shape();
     let mut offsets = vec![0];
-    for _ in 0..(planes[0] * planes[1]) as u64 * queries.count() {
+    for _ in 0..(batches * groups) as u64 * queries.count() {
         offsets.push(offsets.last()? + number()?);
     }
-    let (listed, odd) = rest.as_chunks::<4>();
-    let listed = listed.iter().map(|key| u32::from_le_bytes(*key)).collect();
-    let lists = KeyLists::by_group(planes, offsets, listed).ok().filter(|_| odd.is_empty())?;
-    Some((OwnerPairs { keys, queries, lists }, is_last))
+    let pairs = usize::try_from(*offsets.last()?).ok()?;
+    let (listed, rest) = rest.split_at_checked(pairs.checked_mul(4)?)?;
+    let listed = listed.as_chunks::<4>().0.iter().map(|key| u32::from_le_bytes(*key)).collect();
+    let lists = KeyLists::by_group([batches, groups], offsets, listed).ok()?;
+    let (bias, odd) = rest.as_chunks::<8>();
+    let lists = if like.bias().is_some() {
+        lists.with_bias(bias.iter().map(|number| f64::from_le_bytes(*number)).collect()).ok()?
+    } else {
+        lists
+    };
+    let is_whole = odd.is_empty() && bias.len() == lists.bias().map_or(0, <[f64]>::len);
+    is_whole.then_some((OwnerPairs { keys, queries, lists }, is_last))
 }

@@ -78,6 +78,8 @@ pub struct Ring<B: Backend> {
     buffers: RingBuffers<B::Space>,
     calls: Calls,
     watch: StepWatch,
+    /// Direction of the bias of key lists in the next JVP or double backward.
+    list_bias_direction: Option<Vec<f64>>,
 }
 
 /// Options of a [`Ring`] besides the spec.
@@ -157,6 +159,7 @@ impl<B: Backend> Ring<B> {
             buffers,
             calls: Calls::new(2),
             watch: StepWatch::default(),
+            list_bias_direction: None,
         })
     }
 
@@ -364,10 +367,16 @@ impl<B: Backend> Ring<B> {
         *backward && check::has_residual(spec.dtype) && no_out_residual.is_none()
     }
 
-    /// Returns the gradient of the bias of this rank's key lists that the last backward pass has
-    /// computed, one number for each listed pair; `None` without such a bias.
+    /// Returns the gradient of the bias of this rank's key lists that the last backward pass or
+    /// double backward has computed, one number for each listed pair; `None` without such a bias.
     pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
         self.workspace.list_bias_gradient()
+    }
+
+    /// Sets the direction of the bias of this rank's key lists in the next JVP or double backward,
+    /// one number for each listed pair. Default: 0.
+    pub fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+        self.list_bias_direction = Some(direction);
     }
 
     /// Returns the memory that the backend keeps between passes.

@@ -85,7 +85,8 @@ pub(super) struct RingPlan {
     pub(super) shards: RingShards,
     /// Steps of keys and values, and of their gradients.
     pub(super) program: RankProgram,
-    /// The same steps with tangents beside keys and values, of a plan with second derivatives.
+    /// Steps with tangents beside keys and values, and of their gradients, of a plan with second
+    /// derivatives.
     pub(super) tangents: Option<RankProgram>,
     /// Steps of the queries: the second pass of a two-pass backward.
     pub(super) query_steps: Vec<RankStep>,
@@ -149,9 +150,8 @@ impl RingPlan {
         };
         let queries = rows(&shards.q[ring_index])?;
         let keys = rows(&shards.kv[ring_index])?;
-        let gradients = gradients_travel(agreed);
-        let schedule = match &listed {
-            Some(needs) => RankSchedule::of_needs(&needs.keys, gradients),
+        let mut derive = |gradients| match &listed {
+            Some(needs) => Ok(RankSchedule::of_needs(&needs.keys, gradients)),
             None => {
                 let needs = kv_needs(spec, &shards, tick);
                 let route = agreed.route;
@@ -160,24 +160,36 @@ impl RingPlan {
                 if cfg!(debug_assertions) && needs.ranks() <= MOST_CHECKED_RANKS {
                     check_schedule(&needs, gradients, ring_index, &schedule)?;
                 }
-                schedule
+                Ok::<_, Error>(schedule)
             }
         };
-        let head_rows = if S::HAS_PARTS {
-            let shard = (&*queries, &*keys);
-            overlap::head_rows(spec, &schedule, shard, split.of_tiles())
+        let gradients = gradients_travel(agreed);
+        let schedule = derive(gradients)?;
+        // a double backward sends gradients, also of a plan whose backward pass sends queries
+        let of_tangents = if agreed.second_derivatives && *backward && !gradients {
+            Some(derive(true)?)
         } else {
-            keys.len() as u64
+            None
+        };
+        let head_rows = |schedule: &RankSchedule| {
+            if S::HAS_PARTS {
+                let shard = (&*queries, &*keys);
+                overlap::head_rows(spec, schedule, shard, split.of_tiles())
+            } else {
+                keys.len() as u64
+            }
         };
         let sizes = RecordSizes {
             block: spec.kv_row_layout().bytes(),
             gradient: spec.gradient_row_layout().bytes(),
             split: *split,
         };
-        let program = RankProgram::new(&schedule, order, head_rows, sizes);
+        let program = RankProgram::new(&schedule, order, head_rows(&schedule), sizes);
         let tangents = agreed.second_derivatives.then(|| {
+            let schedule = of_tangents.as_ref().unwrap_or(&schedule);
             let block = spec.tangent_row_layout().bytes();
-            RankProgram::new(&schedule, order, head_rows, RecordSizes { block, ..sizes })
+            let sizes = RecordSizes { block, ..sizes };
+            RankProgram::new(schedule, order, head_rows(schedule), sizes)
         });
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
             query_steps(agreed, ring_index, &shards, &query_row, listed.as_ref(), tick)

@@ -86,7 +86,7 @@ pub(crate) fn check_plan<B: Backend>(
     let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
     let spec = Spec { backward, ..spec };
     check::two_pass(&spec, ranks)?;
-    check::second_derivatives(&spec, options, &capabilities, ranks)?;
+    check::second_derivatives(&spec, options, &capabilities)?;
     check::bias_table(&spec, &capabilities)?;
     check::statistics::<B::Space>(&spec, options, &capabilities)?;
     check::reduction::<B::Space>(&spec, options, ranks)?;
@@ -297,8 +297,7 @@ impl<B: Backend> Ring<B> {
                 });
                 let none = vec![listed::OwnerPairs::default(); self.ranks];
                 let pairs_of = pairs.as_ref().map_or(&none, |(_, pairs)| pairs);
-                let [batches, groups, _] = lists.shape();
-                let listed = self.exchange_needs(pairs_of, [batches, groups]);
+                let listed = self.exchange_needs(pairs_of, lists);
                 let listed = listed.map_err(agreement::mid_call)?;
                 (pairs.map(|(shards, _)| shards), Some(listed))
             }

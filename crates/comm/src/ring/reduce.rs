@@ -52,7 +52,7 @@ pub(super) fn is_needed(spec: &Spec, options: &RingOptions, ranks: usize) -> boo
 
 impl<B: Backend> Ring<B> {
     /// Sums dsinks and a shared dbias over all ranks. Returns the exposed communication of slices.
-    pub(super) fn reduce_gradients(
+    pub(crate) fn reduce_gradients(
         &mut self,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Duration> {
@@ -123,7 +123,7 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Returns the bytes of slices that this rank sends in a backward pass.
-    pub(super) fn reduce_bytes(&self) -> u64 {
+    pub(crate) fn reduce_bytes(&self) -> u64 {
         slices_of_pass(&self.agreed, &self.plan)
             .map(|slices| slices.bytes_sent(self.ring_index))
             .sum()

@@ -26,7 +26,7 @@ use super::{
     check,
     in_flight::InFlight,
     overlap,
-    plan::GroupPace,
+    plan::{Agreed, GroupPace},
     program,
     ring_loop::OnePassCirculation,
     step_events::CirculationKind,
@@ -50,13 +50,10 @@ impl<B: Backend> Ring<B> {
         inputs: &TangentInputs<View<'_, B::Space>>,
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_tangents(inputs, outputs).and_then(|()| {
-            let given = inputs.dout.is_some() || inputs.dlse.is_some();
-            let refused = || Error::invalid("dout", "a tensor", "nothing: it is not of a JVP");
-            if given { Err(refused()) } else { Ok(()) }
-        });
-        self.call_named("jvp", self.tangent_bytes(), checked, |ring| {
-            ring.tangent_loop(inputs, outputs, None)
+        let list_bias = self.list_bias_direction.take();
+        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, None);
+        self.call_named("jvp", self.tangent_bytes(false), checked, |ring| {
+            ring.tangent_loop(inputs, list_bias.as_deref(), outputs, None)
         })
     }
 
@@ -64,6 +61,9 @@ impl<B: Backend> Ring<B> {
     /// the place of the tangents of (q, k, v, bias, sinks). `gradients` receives the gradients of
     /// (q, k, v, bias, sinks). The gradients of dout and dlse take the place of the tangents of out
     /// and lse.
+    ///
+    /// [`Ring::list_bias_gradient`] then has that of the bias of key lists, whose cotangent
+    /// [`Ring::set_list_bias_direction`] sets.
     ///
     /// The gradients of sinks, and of a bias that is broadcast over queries, are summed over ranks
     /// as in [`Ring::backward`]; so their cotangents are equal on all ranks, as those tensors are.
@@ -82,20 +82,12 @@ impl<B: Backend> Ring<B> {
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let checked = self.check_tangents(inputs, outputs).and_then(|()| {
-            if !self.agreed.backward {
-                return Err(check::forward_only());
-            }
-            if inputs.dout.is_none() {
-                return Err(Error::invalid("dout", "nothing", "a tensor shaped as out"));
-            }
-            let got = gradients.as_ref().map(B::Space::describe_mut);
-            check::Shapes::of(&self.shard).gradients(&got)
-        });
-        let sums = self.plan.tangents.as_ref().map_or(0, |of| of.gradient_bytes_sent());
-        let bytes = 2 * self.tangent_bytes() + sums + self.reduce_bytes();
+        let list_bias = self.list_bias_direction.take();
+        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, Some(gradients));
+        let bytes = self.tangent_bytes(true) + self.reduce_bytes();
         self.call_named("double_backward", bytes, checked, |ring| {
-            let waited = ring.tangent_loop(inputs, outputs, Some(&mut *gradients))?;
+            let list_bias = list_bias.as_deref();
+            let waited = ring.tangent_loop(inputs, list_bias, outputs, Some(&mut *gradients))?;
             Ok(waited + ring.reduce_gradients(gradients)?)
         })
     }
@@ -103,28 +95,43 @@ impl<B: Backend> Ring<B> {
     fn check_tangents(
         &self,
         inputs: &TangentInputs<View<'_, B::Space>>,
+        list_bias: Option<&[f64]>,
         outputs: &TangentOutputs<ViewMut<'_, B::Space>>,
+        gradients: Option<&Gradients<ViewMut<'_, B::Space>>>,
     ) -> Result<()> {
-        if !self.agreed.second_derivatives {
-            let want = "true: it was not set when the plan was made";
-            return Err(Error::invalid("second_derivatives", false, want));
+        let Agreed { second_derivatives, backward, .. } = self.agreed;
+        check::plan_of_tangents([second_derivatives, backward], gradients.is_some())?;
+        if let Some(direction) = list_bias {
+            let lists = self.shard.key_lists.as_ref();
+            let pairs = lists.and_then(|lists| lists.bias()).map_or(0, <[f64]>::len);
+            if direction.len() != pairs {
+                let got = format!("{} numbers", direction.len());
+                let want = format!("{pairs}, one for each listed pair that has a bias");
+                return Err(Error::invalid("direction of key_list_bias", got, want));
+            }
         }
-        let shapes = check::Shapes::of(&self.shard);
-        shapes.tangent_inputs(&inputs.as_ref().map(B::Space::describe))?;
-        shapes.tangent_outputs(&outputs.as_ref().map(B::Space::describe_mut))
+        let gradients = gradients.map(|of| of.as_ref().map(B::Space::describe_mut));
+        check::Shapes::of(&self.shard).tangents(
+            &inputs.as_ref().map(B::Space::describe),
+            &outputs.as_ref().map(B::Space::describe_mut),
+            gradients.as_ref(),
+        )
     }
 
-    /// Returns the payload bytes that this rank sends in one circulation of keys, values and their
-    /// tangents.
-    fn tangent_bytes(&self) -> u64 {
-        self.plan.tangents.as_ref().map_or(0, |program| program::kv_bytes_sent(&program.steps))
+    /// Returns the payload bytes that this rank sends in a JVP or, if `is_double`, in a double
+    /// backward, without those of its sums over ranks.
+    pub(crate) fn tangent_bytes(&self, is_double: bool) -> u64 {
+        let Some(program) = &self.plan.tangents else { return 0 };
+        let blocks = program::kv_bytes_sent(&program.steps);
+        if is_double { 2 * blocks + program.gradient_bytes_sent() } else { blocks }
     }
 
     /// Runs a JVP or, with `gradients`, a double backward, within a call of all ranks. Returns the
     /// exposed communication.
-    fn tangent_loop(
+    pub(crate) fn tangent_loop(
         &mut self,
         inputs: &TangentInputs<View<'_, B::Space>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
         gradients: Option<&mut Gradients<ViewMut<'_, B::Space>>>,
     ) -> Result<Duration> {
@@ -137,8 +144,8 @@ impl<B: Backend> Ring<B> {
         let kind = CirculationKind::Tangents;
         let observer = plan.observer(watch, kind, start, agreed, *ring_index);
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, plan.lengths, observer);
-        let mut pass = workspace
-            .tangents(inputs.as_ref().map(B::Space::reborrow), &mut || in_flight.tick())?;
+        let inputs = inputs.as_ref().map(B::Space::reborrow);
+        let mut pass = workspace.tangents(inputs, list_bias, &mut || in_flight.tick())?;
         in_flight.check()?;
         let pace = GroupPace::new(agreed, plan);
         let stock = &mut buffers.tangent_blocks;

@@ -8,6 +8,7 @@ use std::{
 
 use annulus_core::{BackwardMode, DType, DenseMask, Dims, KeyLists, ListedKeys, Side, Spec};
 use annulus_plan::Layout;
+use annulus_test_cases::facade::as_bias;
 
 use super::{LAYOUTS, Verdict, examine, judge, random_setting, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -32,12 +33,24 @@ pub fn lists(
     Arc::new(KeyLists::by_group([batches, groups], offsets, all).expect("sorted keys, each once"))
 }
 
-/// Returns the case with a dense mask in the place of its lists, which the oracle computes.
+/// Returns lists with random numbers of f32 for their pairs.
+fn with_bias(lists: &KeyLists, draw: &mut Draw) -> Arc<KeyLists> {
+    let bias = (0..lists.len()).map(|_| DType::F32.round(draw.normal())).collect();
+    Arc::new(lists.clone().with_bias(bias).expect("finite numbers, one for each pair"))
+}
+
+/// Returns the case with a dense mask in the place of its lists, which the oracle computes, and a
+/// bias in the place of the numbers of the pairs of one list, or of one for each head.
 pub fn dense_twin(case: &Case) -> Case {
     let mut twin = case.clone();
     let Some(lists) = twin.batch.key_lists.take() else { return twin };
     let Dims { batch, q_heads, q_len, kv_len, .. } = case.spec.dims;
     let listed = ListedKeys::new(&lists, q_heads);
+    if let Some(bias) = lists.bias() {
+        let bias = as_bias(&lists, bias, kv_len);
+        twin.spec.bias = Some(bias.dim().into());
+        twin.bias = Some(bias);
+    }
     let dense = case.batch.attention_mask.as_ref();
     twin.batch.attention_mask =
         Some(DenseMask::from_fn([batch, q_heads, q_len, kv_len], |[b, h, q, k]| {
@@ -46,11 +59,11 @@ pub fn dense_twin(case: &Case) -> Case {
     twin
 }
 
-/// Runs random cases with random lists on random settings, all drawn from the seed. On several ranks
-/// a backward mode that is not one of `modes` is replaced by one pass.
+/// Runs random cases with random lists on random settings, all drawn from the seed. A backend that
+/// computes key lists in `one_pass` only has no bias of pairs either.
 pub fn key_lists(
     subject: &dyn Subject,
-    modes: &[BackwardMode],
+    one_pass: bool,
     seeds: impl Iterator<Item = u64>,
 ) -> Verdict {
     for seed in seeds {
@@ -61,13 +74,18 @@ pub fn key_lists(
         let batches = draw.pick(&[1, dims.batch]);
         // few pairs are gathered, many are tiles
         let share = draw.pick(&[1, 3, 40, 60]);
-        case.batch.key_lists = Some(lists([batches, groups], &dims, |_| {
+        let mut listed = lists([batches, groups], &dims, |_| {
             (0..dims.kv_len).filter(|_| draw.once_in(share)).collect()
-        }));
+        });
+        let has_bias = case.bias.is_none() && (groups == 1 || groups == dims.q_heads);
+        if has_bias && !one_pass {
+            listed = with_bias(&listed, draw);
+        }
+        case.batch.key_lists = Some(listed);
         let ranks = draw.pick(&[1, 2, 3, 5, 8]);
         let mut setting = random_setting(&case, ranks, draw);
         setting.route = None;
-        if ranks > 1 && !modes.contains(&case.spec.backward) {
+        if ranks > 1 && one_pass {
             case.spec.backward = BackwardMode::OnePass;
         }
         case.name = format!("lists of [{batches}, {groups}] with {}", case.name);
@@ -78,7 +96,7 @@ pub fn key_lists(
 
 /// Returns f64 cases of every kind of list, on sizes of several tiles: scattered keys, the best keys
 /// of each group of heads, selected blocks, and the 5-hop mesh of an icosahedron that is divided
-/// `subdivisions` times, in reverse Cuthill-McKee order.
+/// `subdivisions` times, in reverse Cuthill-McKee order. The first and the last have a bias.
 pub fn listed_cases(subdivisions: usize) -> Vec<Case> {
     let dims = Dims { value_dim: 12, ..Dims::new(1, 200, 4, 20).kv_heads(2) };
     let mut selected = Draw::new(5);
@@ -100,10 +118,10 @@ pub fn listed_cases(subdivisions: usize) -> Vec<Case> {
     let of_mesh = Dims::new(1, mesh.len(), 2, 4).kv_heads(1);
     let mesh = lists([1, 1], &of_mesh, |[_, _, q]| mesh[q].clone());
     [
-        ("scattered keys", dims, Masks::default(), scattered),
+        ("scattered keys", dims, Masks::default(), with_bias(&scattered, &mut selected)),
         ("best keys by group", dims, causal.clone(), best),
         ("selected blocks", dims, causal, Arc::new(blocks.expect("ascending blocks"))),
-        ("5-hop mesh", of_mesh, Masks::default(), mesh),
+        ("5-hop mesh", of_mesh, Masks::default(), with_bias(&mesh, &mut selected)),
     ]
     .into_iter()
     .enumerate()
@@ -203,9 +221,11 @@ pub fn reproducible_lists(subject: &dyn Subject) -> Verdict {
         let groups = draw.pick(&[1, case.spec.dims.q_heads]);
         let kv_len = case.spec.dims.kv_len;
         let share = draw.pick(&[2, 30]);
-        case.batch.key_lists = Some(lists([1, groups], &case.spec.dims, |_| {
+        let listed = lists([1, groups], &case.spec.dims, |_| {
             (0..kv_len).filter(|_| draw.once_in(share)).collect()
-        }));
+        });
+        let has_bias = case.bias.is_none();
+        case.batch.key_lists = Some(if has_bias { with_bias(&listed, draw) } else { listed });
         case
     });
     for (number, case) in listed_cases(3).into_iter().chain(random).enumerate() {

@@ -98,6 +98,24 @@ impl ExchangeFields {
         Self { inputs, outputs }
     }
 
+    /// Returns the tensors of a JVP or, if `is_double`, of a double backward of one key column: the
+    /// inputs and their direction; the tangents of out and lse. Of a JVP also `[out, lse]`, of a
+    /// double backward `[dout, dlse]`, and the gradients.
+    pub fn of_tangents(spec: &Spec, grid: &HeadGrid, is_double: bool) -> Self {
+        let fields = Fields { spec, grid };
+        let own = fields.inputs();
+        let of_rows = [fields.out(), fields.statistic()];
+        let mut inputs = own.repeat(2);
+        let mut outputs = of_rows.to_vec();
+        if is_double {
+            inputs.extend(of_rows);
+            outputs.extend(own);
+        } else {
+            outputs.extend(of_rows);
+        }
+        Self { inputs, outputs }
+    }
+
     /// Returns the bytes that a member sends: before the pass its own rows to each other member,
     /// after it to each the rows of that member. `rows` are the query and the key rows of every
     /// member.

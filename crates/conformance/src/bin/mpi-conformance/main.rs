@@ -36,6 +36,7 @@ mod messages;
 mod mismatch;
 mod scale;
 mod shared;
+mod tangents;
 
 use std::{process::ExitCode, time::Duration};
 
@@ -103,7 +104,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["cache"] => cases::tokens(&mut harness, settings),
         ["backend", name, seeds] => on_backend(&mut harness, settings, name, seeds),
         ["sums"] => ahead::sums(&mut harness, settings),
-        ["tangents"] => cases::all(&mut harness, settings),
+        ["tangents"] => tangents::all(&mut harness, settings),
         ["ahead"] => ahead::all(&mut harness, settings),
         ["links"] => scale::links(&mut harness, settings),
         ["shared"] => shared::all(&mut harness, settings),
