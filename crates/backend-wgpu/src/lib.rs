@@ -19,7 +19,7 @@
 //! | waits for batches | `queue.rs` |
 //! | work per submission | `chunks.rs`, `pacing.rs` |
 //! | errors | `errors.rs` |
-//! | levels; register and query tiles, and the default of all | `choice.rs`; `choice.rs` |
+//! | levels; register and query tiles, and the default of all | `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
