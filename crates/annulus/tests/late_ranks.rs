@@ -1,4 +1,4 @@
-//! Ranks that are late, or panic.
+//! Ranks that are late.
 //!
 //! A neighbour that is late in a step: how far the rank before it computes meanwhile.
 //!
@@ -10,11 +10,6 @@
 //! a buffer of the early rank, which ends its last step when all of its buffers hold blocks that it
 //! must send. In a backward pass on the direct route it computes gradients of the early rank's keys
 //! while it stays. The early rank waits for them at the end of the pass.
-//!
-//! Ranks that are late at random: no rank waits forever, and no bit changes.
-//!
-//! And a caller's mask that panics on one rank: every rank returns an error without delay, and
-//! later calls of the plan return `Error::Poisoned`.
 
 use std::{
     sync::{

@@ -13,8 +13,8 @@ use wgpu::AdapterInfo;
 
 use crate::{
     Level, QueryTileSize, RegisterTile,
+    choice::Matrices,
     choice::{AdapterKind, PROOFS, choose},
-    level::Matrices,
 };
 
 /// Reason why [`crate::Gpu::list`] is empty.

@@ -14,12 +14,12 @@ use annulus_core::{
 
 use crate::{
     block_mask::ChunkMask,
+    choice::Matrices,
     chunks::ProblemSize,
     copy::ElementStrides,
     device::Gpu,
     kernels::{Epilogue, Storage, TILE, TileVariant},
     launch::Arena,
-    level::Matrices,
     memory::{GpuBuffer, Queued, WgpuSpace},
     operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
     pass_context::{BackwardBuffers, ForwardBuffers, RankKernels, RowBuffers},

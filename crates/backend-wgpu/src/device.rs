@@ -22,10 +22,10 @@ use crate::{
         subgroup_sizes,
     },
     adapter::{OpenDevice, check_process, is_forked, lock, turn},
+    choice::Matrices,
     choice::{AdapterKind, PROOFS, TileChoice, choose},
     errors::{device_error, with_error_scopes},
     kernels::KernelVariant,
-    level::Matrices,
     pacing::{StagingPools, Submissions},
     pipelines::{Compilation, KernelEdit, Pipeline, Translate, compile},
 };

@@ -19,7 +19,7 @@
 //! | waits for batches | `queue.rs` |
 //! | work per submission | `chunks.rs`, `pacing.rs` |
 //! | errors | `errors.rs` |
-//! | levels; register and query tiles, and the default of all | `level.rs`; `choice.rs` |
+//! | levels; register and query tiles, and the default of all | `choice.rs` |
 //! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
@@ -49,7 +49,6 @@ mod errors;
 mod finish;
 mod kernels;
 mod launch;
-mod level;
 mod memory;
 mod memory_model;
 mod operands;
@@ -66,12 +65,12 @@ mod tiles;
 
 pub use adapter::{Adapter, NO_ADAPTER};
 pub use backend::{Wgpu, WgpuWorkspace};
+pub use choice::Level;
 pub use choice::QueryTileSize;
 pub use choice::RegisterTile;
 pub use device::{Gpu, Options, PATIENCE};
 pub use kernels::offline::KernelText;
 pub use launch::Stopwatch;
-pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 #[doc(hidden)]
 pub use memory_model::Translation;

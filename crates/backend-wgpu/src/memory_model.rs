@@ -230,7 +230,7 @@ fn push(module: &mut Vec<u32>, opcode: u32, operands: &[u32]) -> Result<(), Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{kernels::matrices, level::Matrices};
+    use crate::{choice::Matrices, kernels::matrices};
 
     const TEXT: &str = "
         @group(0) @binding(0) var<storage, read_write> result: array<f32>;

@@ -15,13 +15,13 @@ use bytemuck::Pod;
 
 use crate::{
     Gpu,
+    choice::Matrices,
     kernels::{
         KernelVariant,
         matrices::{PROBE_COUNTS, PROBE_PRODUCT, probe_product},
         params::{ProbeParams, StepParams},
     },
     launch::{Arena, BoundResource, Commands},
-    level::Matrices,
     memory::USAGE,
 };
 

@@ -33,7 +33,6 @@ mod memory;
 mod message;
 mod pairs;
 mod plan;
-mod random;
 mod report;
 mod stdout;
 mod trace;

@@ -17,7 +17,7 @@ use super::{
     template::Template,
     vectors::{HALF_STEP, LOADED_ROW, PRODUCT_STEP, ROW_STEP, Vectors, stage_rows},
 };
-use crate::level::Matrices;
+use crate::choice::Matrices;
 
 /// Directives at the start of a kernel with matrices.
 pub(crate) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n";

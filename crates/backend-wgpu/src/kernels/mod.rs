@@ -39,7 +39,7 @@ use params::{CopyParams, MergeParams, RowParams, StepParams};
 use template::Template;
 use vectors::{HALF_STEP, PRODUCT_STEP};
 
-use crate::{Level, RegisterTile, level::Matrices};
+use crate::{Level, RegisterTile, choice::Matrices};
 
 /// Rows and columns of a tile.
 pub(crate) const TILE: usize = 32;

@@ -3,7 +3,7 @@
 use annulus_core::{DType, Error, Result};
 
 use super::{Access, Epilogue, KernelVariant, Source, Storage, TileVariant, matrices};
-use crate::{Level, RegisterTile, level::Matrices, memory_model};
+use crate::{Level, RegisterTile, choice::Matrices, memory_model};
 
 /// A kernel as it is passed to a driver.
 #[derive(Debug, Clone)]

@@ -16,8 +16,8 @@ use crate::{
     bench::{BenchFlags, MeasuredPasses},
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
+    make::RandomStream,
     memory, pairs,
-    random::RandomStream,
     stdout::say,
 };
 

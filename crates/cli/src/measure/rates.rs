@@ -16,7 +16,7 @@ use crate::{
     backend::BackendChoice,
     failure::Outcome,
     job::{Job, RankEndpoint},
-    random::RandomStream,
+    make::RandomStream,
 };
 
 /// Query and KV heads.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! for every batch row b, query head h, query row i:
-//!     s_j   = score of every key row j that i attends to     (row.rs, pair_visibility.rs)
+//!     s_j   = score of every key row j that i attends to     (row.rs)
 //!     m     = max(max_j s_j, max_t a_t)                      a_t: the sinks
 //!     sum   = Σ_j e^{s_j − m} + Σ_t e^{a_t − m}
 //!     out_i = Σ_j keep_j · e^{s_j − m} · v_j   (/ sum)

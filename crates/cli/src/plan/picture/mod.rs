@@ -232,8 +232,8 @@ impl<'a> DrawnRing<'a> {
 
 // Writes rectangles and text as SVG, and the colours of ranks and steps.
 //
-// Hue: the rank that computes; ranks of a grid that differ only in their heads have the same hue
-// ([`Rings`](super::rings::Rings)). Lightness: the ring step.
+// Hue: the rank that computes; ranks of a grid that differ only in their heads have the same hue.
+// Lightness: the ring step.
 
 /// SVG document under construction. All lengths are in pixels.
 #[derive(Debug, Default)]
