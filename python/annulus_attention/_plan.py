@@ -132,8 +132,9 @@ class Plan:
             posted as fit into that memory. Results are the same, bit for bit. Default: 1, and 4 on
             a balanced layout.
         second_derivatives: The plan also has a JVP and a double backward: derivatives of the
-            outputs along a direction, and gradients of gradients. On the CPU, with the strategy
-            ``ring``; not with ``reproducible``, nor of an output that is not normalised.
+            outputs along a direction, and gradients of gradients. On the CPU, with one key column
+            (``ring``, ``heads:H``); not with ``reproducible``, nor of an output that is not
+            normalised.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def test_passes_of_a_plan_are_those_of_autograd(dtype: str) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "the reproducible order": {"reproducible": True},
     "an output that is not normalised": {"normalize_output": False},
-    "strategy": {"strategy": "heads:2", "ranks": 2},
+    "strategy": {"strategy": "pass-q", "ranks": 2},
     "the wgpu backend": {"backend": "wgpu"},
 }
 

@@ -350,9 +350,8 @@ impl Attention {
     /// [`crate::Plan::double_backward`]. Default: false. They take memory for blocks of keys and
     /// values with their tangents, twice that of a forward pass.
     ///
-    /// On the CPU, for every mask, layout and route of the ring. Refused with another strategy, in
-    /// the reproducible order, of an unnormalised output, and with a backward pass in two passes
-    /// over several ranks.
+    /// On the CPU, for every mask, layout and route. Refused with several key columns, in the
+    /// reproducible order, and of an unnormalised output.
     ///
     /// # Examples
     /// The derivative of the outputs along one direction of the queries.

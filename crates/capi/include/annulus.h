@@ -641,8 +641,8 @@ typedef struct annulus_options {
   int64_t receive_ahead;
   /**
    * Flag: the plan also has a JVP and a double backward: derivatives of the outputs along a
-   * direction, and gradients of gradients. On the CPU, with the strategy `ring`; not with
-   * `reproducible`, nor of an output that is not normalised. Default: 0.
+   * direction, and gradients of gradients. On the CPU, with one key column (`ring`, `heads:H`);
+   * not with `reproducible`, nor of an output that is not normalised. Default: 0.
    */
   int32_t second_derivatives;
   /**

@@ -248,8 +248,8 @@ pub struct annulus_options {
     /// Results are the same, bit for bit. Default: 0, which is 1, and 4 on a balanced layout.
     pub receive_ahead: i64,
     /// Flag: the plan also has a JVP and a double backward: derivatives of the outputs along a
-    /// direction, and gradients of gradients. On the CPU, with the strategy `ring`; not with
-    /// `reproducible`, nor of an output that is not normalised. Default: 0.
+    /// direction, and gradients of gradients. On the CPU, with one key column (`ring`, `heads:H`);
+    /// not with `reproducible`, nor of an output that is not normalised. Default: 0.
     pub second_derivatives: i32,
     /// Flag: every forward pass writes statistics of the scores too, by row, and by head over all
     /// ranks: the largest scale * q * k, the largest score, the entropy of the probabilities.
