@@ -182,7 +182,7 @@ DEVICE void forward_probs(typename Shape::Probs& probs, typename Shape::Scores& 
     }
     online_softmax<Shape>(scores, o, state, natural);
     if (options.has_dropout) apply_dropout<Shape>(scores, coord, lane, a);
-    narrow_left(probs, scores);
+    narrow_left<true>(probs, scores);
     if (!coord.is_full) mark_left(probs, visible);
 }
 

@@ -1,3 +1,4 @@
-// Program of the forward pass on matrix cores (MFMA) of AMD's CDNA GPUs; plain.hip has the other
-// kernels.
+// Program of the kernels on matrix cores (MFMA) of AMD's CDNA GPUs; plain.hip has the others.
 #include "forward_matrix.cuh"
+#include "backward_queries_matrix.cuh"
+#include "backward_keys_matrix.cuh"

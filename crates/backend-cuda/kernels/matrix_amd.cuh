@@ -1,19 +1,22 @@
-// Fragments, operands and stream of the forward pass on AMD's matrix cores (MFMA), 16-bit elements;
-// row_tiles.cuh includes it in place of NVIDIA's.
+// Fragments, operands and streams on AMD's matrix cores (MFMA), 16-bit elements; row_tiles.cuh
+// includes it in place of NVIDIA's.
 //
-// A wave of 64 lanes owns 32 rows. Both products are computed transposed, so that a lane owns one
+// A wave of 64 lanes owns 32 rows. All products are computed transposed, so that a lane owns one
 // row and half of the columns of each group of eight:
 //
 //   Sᵀ = K·Qᵀ    lane l: row l mod 32, keys 8·n + 4·(l / 32) + 0 … 3
 //   Oᵀ = Vᵀ·Pᵀ   lane l: row l mod 32, dims likewise
 //
 // P is the right operand of the second product where the first one has left it, without a shuffle.
-// The row maximum is one exchange, with lane l xor 32.
+// The row maximum is one exchange, with lane l xor 32. Backward passes are alike: rows are queries
+// for dQ, keys for dK and dV.
 //
-// K and V pass through registers, because there is no asynchronous copy with zeros beyond the ends.
-// A chunk is 64 rows × 64 or 128 dims. A thread loads 4 rows × dims / 16 of it while the chunk
-// before is multiplied, and stores them to one of two stages of shared memory: K in rows of 64 dims
-// with the swizzle of chunk_stream.cuh, V transposed, in rows of 64 keys.
+// Streamed operands pass through registers, because there is no asynchronous copy with zeros beyond
+// the ends. A thread loads 4 rows × some dims of a chunk while the chunk before is multiplied, and
+// stores them to shared memory: for the first products in rows of 64 dims with the swizzle of
+// chunk_stream.cuh, for the last ones transposed, in rows of the chunk's 64 or 32 rows.
+//
+// Forward, with chunks of 64 rows × 64 or 128 dims:
 //
 //                     64 dims    128 dims    256 dims
 //   stages of K, V    2 × 8 KB   2 × 16 KB   2 × 16 KB   shared memory: 64 KiB a compute unit
@@ -32,13 +35,13 @@
 // Waves of a SIMD unit: with 256 dims, O and Q need more than half of its registers.
 #define FORWARD_BLOCKS (ANNULUS_DIM <= 128 ? 2 : 1)
 
-// Eight elements of a row of Q for each 16 dims: dims 16·c + 8·(lane / 32) + 0 … 7.
-struct QueryFragments {
+// Eight elements of a lane's row for each 16 dims: dims 16·c + 8·(lane / 32) + 0 … 7.
+struct RowFragments {
     u32 pieces[ANNULUS_DIM / 16][4];
 };
 
 template <u32 rows>
-DEVICE const u32 (*left_panel(const QueryFragments& left, u32 panel))[4] {
+DEVICE const u32 (*left_panel(const RowFragments& left, u32 panel))[4] {
     return left.pieces + panel * (CHUNK / 16);
 }
 
@@ -52,8 +55,13 @@ DEVICE void mma_32x32x16(float (*acc)[4], const u32 (&left)[4], const u32 (&righ
 #endif
 }
 
-// Offset of keys 4·piece … of a dim of Vᵀ: pieces of 8 bytes, swizzled with pairs of dims.
-DEVICE u32 transposed_at(u32 dim, u32 piece) { return dim * TILE + (piece ^ dim / 2 % 16) * 4; }
+// Offset of rows 4·piece … of a dim of a transposed chunk of `rows` rows: pieces of 8 bytes,
+// swizzled so that the lanes of a load, and those of a store, are spread over all banks.
+template <u32 rows>
+DEVICE u32 transposed_at(u32 dim, u32 piece) {
+    const u32 by = rows == 64 ? dim / 2 % 16 : (dim / 2 + dim / 16) % 8;
+    return dim * rows + (piece ^ by) * 4;
+}
 
 // scores += left·rightᵀ of one panel each.
 template <u32 columns>
@@ -85,7 +93,7 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<1>& acc, u32 (&left)[1][columns
                     UNROLL for (u32 e = 0; e < 4; ++e) {
                         const u32 dim = 8 * n + lane.column + e;
                         const u16 right =
-                            right_panel[transposed_at(dim, 2 * group + owner) + c];
+                            right_panel[transposed_at<8 * columns>(dim, 2 * group + owner) + c];
                         if (element != MASKED && !is_element_finite(right))
                             acc[0][0][e] =
                                 multiply_add(widen(element), widen(right), acc[0][0][e]);
@@ -111,8 +119,8 @@ DEVICE void panel_nn_products(PanelAccumulators<1>& acc, const u32 (&left)[1][co
             u32 right[4];
             UNROLL for (u32 part = 0; part < 2; ++part)
                 load_shared_8(right + 2 * part,
-                              right_panel +
-                                  transposed_at(32 * n + row, 4 * y + 2 * part + half));
+                              right_panel + transposed_at<8 * columns>(
+                                                32 * n + row, 4 * y + 2 * part + half));
             if (finite_only)
                 UNROLL for (u32 index = 0; index < 4; ++index)
                     right[index] = finite_pair(right[index]);
@@ -131,27 +139,109 @@ DEVICE void load_elements(u32 (&to)[words], const u16* from, i64 step, u32 count
     }
 }
 
-// Streams K and V of all visible tiles; see above. Stream::next has the one barrier of a chunk: it
-// publishes the stage that the threads have stored, and all threads have consumed the chunk before,
-// whose stage the next call overwrites.
-struct KeyValueStream {
-    static const u32 rows = TILE, panels = CHUNKS < 2 ? CHUNKS : 2, dims = panels * CHUNK;
-    static const u32 stage_elements = rows * dims;
-    static const u32 words = dims / 32;  // of one row that a thread loads
-    // True if an operand is one chunk: K is in stage 0 then, and V in stage 1.
-    static const bool one_chunk = dims >= ANNULUS_DIM;
+// A thread's part of a chunk of `rows` rows × `dims` dims on its way to shared memory, of the part
+// that `threads` threads have: four rows, and of each as many dims as others do.
+template <u32 rows, u32 dims, u32 threads>
+struct RowsOnTheWay {
+    static const u32 across = 4 * threads / rows, elements = dims / across;
+    // Of a load of a row.
+    static const u32 words = elements < 8 ? elements / 2 : 4, pieces = elements / (2 * words);
+    static_assert(elements % 4 == 0 || elements == 2, "stores of 8 or 4 bytes");
+
+    u32 loaded[4][pieces][words];
+
+    static METHOD u32 number() { return thread_index_again() % threads; }
+    static METHOD u32 row() { return number() / across * 4; }
+    static METHOD u32 dim() { return number() % across * elements; }
+
+    // Loads from an operand, whose first element of the chunk is `from`, with `left_rows` rows and
+    // `left_dims` dims from there on; zeros beyond the ends. `aligned`: by loads of 4, 8 or 16 bytes.
+    METHOD void load(const u16* from, i64 row_step, i64 step, u32 left_rows, u32 left_dims,
+                     bool aligned) {
+        from += i64(row()) * row_step + i64(dim()) * step;
+        UNROLL for (u32 r = 0; r < 4; ++r)
+            UNROLL for (u32 piece = 0; piece < pieces; ++piece) {
+                const u32 x = 2 * words * piece;
+                const bool inside = row() + r < left_rows && dim() + x < left_dims;
+                const u16* at = from + (i64(r) * row_step + i64(x) * step);
+                if (aligned)
+                    load_or_zero(loaded[r][piece], at, inside);
+                else
+                    load_elements(loaded[r][piece], at, step, inside ? left_dims - dim() - x : 0);
+            }
+    }
+
+    METHOD u32 word(u32 r, u32 index) const { return loaded[r][index / words][index % words]; }
+
+    // Stores to a chunk in shared memory, by rows.
+    METHOD void store(u16* chunk) const {
+        u16* panel = chunk + dim() / CHUNK * (rows * CHUNK);
+        UNROLL for (u32 r = 0; r < 4; ++r)
+            UNROLL for (u32 at = 0; at < elements / 2; at += 2) {
+                u16* to = panel + swizzled(row() + r, dim() % CHUNK + 2 * at);
+                if (elements == 2)
+                    *reinterpret_cast<u32*>(to) = word(r, 0);
+                else
+                    store_shared_8(to, word(r, at), word(r, at + 1));
+            }
+    }
+
+    // As store, transposed.
+    METHOD void store_transposed(u16* chunk) const {
+        u16* panel = chunk + dim() / CHUNK * (rows * CHUNK);
+        UNROLL for (u32 c = 0; c < elements; ++c) {
+            u32 pairs[2];
+            UNROLL for (u32 pair = 0; pair < 2; ++pair) {
+                const u32 first = word(2 * pair, c / 2), second = word(2 * pair + 1, c / 2);
+                pairs[pair] = c % 2 ? first >> 16 | (second & 0xffff0000u)
+                                    : (first & 0xffffu) | second << 16;
+            }
+            store_shared_8(panel + transposed_at<rows>(dim() % CHUNK + c, row() / 4), pairs[0],
+                           pairs[1]);
+        }
+    }
+};
+
+// True for all lanes of a wave if it is for one.
+DEVICE bool any_of_wave(bool mine) {
+    u32 found = mine;
+    NOT_UNROLLED for (u32 lanes = 32; lanes > 0; lanes /= 2) found |= shuffle_xor(found, lanes);
+    return found != 0;
+}
+
+// Returns true if one of the `count` elements of a stage is not finite, the same for all lanes of a
+// wave. Every wave tests all elements: a word of shared memory, for one answer of the block, would
+// leave too little for a second block.
+template <u32 count>
+DEVICE bool is_stage_non_finite(const u16* stage) {
+    bool found = false;
+    NOT_UNROLLED for (u32 at = thread_index() % 64 * 8; at < count; at += 64 * 8) {
+        u32 piece[4];
+        load_shared_16(piece, stage + at);
+        UNROLL for (u32 c = 0; c < 4; ++c) found |= !is_pair_finite(piece[c]);
+    }
+    return any_of_wave(found);
+}
+
+// Streams the operands of all visible tiles (chunk_stream.cuh), those of the last phase transposed.
+// Stream::next has the one barrier of a chunk: it publishes the stage that the threads have stored,
+// and all threads have consumed the chunk before, whose stage the next call overwrites.
+template <u32 pass, u32 threads, u32 depth, u32 part_rows>
+struct Stream {
+    static const u32 rows = part_rows, panels = CHUNKS < 2 ? CHUNKS : 2, dims = panels * CHUNK;
+    static const u32 stage_elements = rows * dims, last_phase = phases<pass>() - 1;
+    // True if the phase of a chunk is its stage: of two phases, each with one chunk.
+    static const bool stage_of_phase = dims >= ANNULUS_DIM && last_phase == 1;
+    static_assert(depth == 2, "the stage that is stored and the one that is consumed");
 
     u16* stages;
     TileIterator prefetch_tiles;
-    const u16* operands[2];  // K and V of the head
-    u32 first_row;           // of the chunk that is loaded
+    const u16* operands[2];  // of the head
+    u32 first_row;           // of the part that is loaded
     bool aligned;            // both operands allow loads of 16 bytes
-    u32 phase, chunk;        // of the chunk that is loaded: phase 1 is V
+    u32 phase, chunk;        // of the part that is loaded
     u32 consumed;            // stage that is consumed next
-    u32 loaded[4][words];    // rows of a thread, on the way
-
-    static METHOD u32 copy_row() { return thread_index_again() / 16 * 4; }
-    static METHOD u32 copy_dim() { return thread_index_again() % 16 * (dims / 16); }
+    RowsOnTheWay<rows, dims, threads> on_the_way;
 
     METHOD void begin(const Attention& a, u16* of_stages, const TileIterator& tiles) {
         stages = of_stages;
@@ -162,7 +252,7 @@ struct KeyValueStream {
         if (!tiles.more()) return;
         UNROLL for (u32 index = 0; index < 2; ++index) {
             const Operand operand =
-                streamed_operand<FORWARD>(a, block_z(), head_of<FORWARD>(tiles, a), index == 1);
+                streamed_operand<pass>(a, block_z(), head_of<pass>(tiles, a), index == 1);
             operands[index] = operand.at;
             aligned &= operand.aligned;
         }
@@ -170,25 +260,19 @@ struct KeyValueStream {
         prefetch(a);
     }
 
-    // Loads the next chunk, zeros beyond the ends, if there is one.
+    // Between tiles: true if there is another one, whose first chunk has been loaded.
+    METHOD bool has_tile() const { return prefetch_tiles.more(); }
+
+    // Loads the next chunk, if there is one.
     METHOD void prefetch(const Attention& a) {
         if (!prefetch_tiles.more()) return;
         const bool second = phase == 1;
         const i64 row = second ? a.v.row : a.k.row, step = second ? a.v.dim : a.k.dim;
-        const u32 dim = second ? a.value_dim : a.head_dim;
-        const u32 first = first_row + copy_row(), x = chunk * dims + copy_dim();
+        const u32 dim = second ? a.value_dim : a.head_dim, x = chunk * dims;
         const u16* from =
-            (second ? operands[1] : operands[0]) + (i64(first) * row + i64(x) * step);
-        // dims that this thread loads of each row
-        const u32 left = x < dim ? dim - x : 0;
-        UNROLL for (u32 r = 0; r < 4; ++r) {
-            const bool inside = left > 0 && first + r < a.keys;
-            const u16* of_row = from + i64(r) * row;
-            if (aligned)
-                load_or_zero(loaded[r], of_row, inside);
-            else
-                load_elements(loaded[r], of_row, step, inside ? left : 0);
-        }
+            (second ? operands[1] : operands[0]) + (i64(first_row) * row + i64(x) * step);
+        on_the_way.load(from, row, step, first_row < a.keys ? a.keys - first_row : 0,
+                        x < dim ? dim - x : 0, aligned);
         advance(dim, a);
     }
 
@@ -196,61 +280,139 @@ struct KeyValueStream {
     METHOD void advance(u32 dim, const Attention& a) {
         if (++chunk * dims < dim) return;
         chunk = 0;
-        phase ^= 1;
-        if (phase == 1) return;
+        phase = phase == last_phase ? 0 : phase + 1;
+        if (phase != 0) return;
+        first_row += rows;
+        if (rows < TILE && first_row % TILE != 0) return;
         prefetch_tiles.next(a);
         if (prefetch_tiles.more()) first_row = prefetch_tiles.entry(a).tile * TILE;
     }
 
-    // Stores the rows on the way to a stage: K by rows, V transposed.
-    METHOD void store(u16* stage, bool transposed) const {
-        u16* panel = stage + copy_dim() / CHUNK * (rows * CHUNK);
-        const u32 x = copy_dim() % CHUNK;
-        if (!transposed) {
-            UNROLL for (u32 r = 0; r < 4; ++r)
-                UNROLL for (u32 word = 0; word < words; word += 2)
-                    store_shared_8(panel + swizzled(copy_row() + r, x + 2 * word),
-                                   loaded[r][word], loaded[r][word + 1]);
-            return;
-        }
-        UNROLL for (u32 c = 0; c < 2 * words; ++c) {
-            u32 keys[2];
-            UNROLL for (u32 pair = 0; pair < 2; ++pair) {
-                const u32 first = loaded[2 * pair][c / 2], second = loaded[2 * pair + 1][c / 2];
-                keys[pair] = c % 2 ? first >> 16 | (second & 0xffff0000u)
-                                   : (first & 0xffffu) | second << 16;
-            }
-            store_shared_8(panel + transposed_at(x + c, copy_row() / 4), keys[0], keys[1]);
-        }
-    }
-
-    // Returns true if an element of a stage is not finite. Every wave tests all elements: a word of
-    // shared memory, for one answer of the block, would leave too little for a second block.
-    static METHOD bool is_stage_non_finite(const u16* stage) {
-        u32 found = 0;
-        NOT_UNROLLED for (u32 at = thread_index() % 64 * 8; at < stage_elements; at += 64 * 8) {
-            u32 piece[4];
-            load_shared_16(piece, stage + at);
-            UNROLL for (u32 c = 0; c < 4; ++c) found |= !is_pair_finite(piece[c]);
-        }
-        NOT_UNROLLED for (u32 lanes = 32; lanes > 0; lanes /= 2)
-            found |= shuffle_xor(found, lanes);
-        return found != 0;
-    }
-
     // Returns the next chunk, which is of phase `consumed_phase`, once it is complete for all
-    // threads. `non_finite`: in, true to test it; out, true if an element is not finite, which is
-    // the same for all lanes of a wave.
+    // threads. `non_finite`: in, true to test it; out, true if an element is not finite.
     template <u32 consumed_phase>
     METHOD const u16* next(const Attention& a, bool& non_finite) {
-        u16* stage = stages + (one_chunk ? consumed_phase : consumed) * stage_elements;
-        store(stage, consumed_phase == 1);
+        u16* stage = stages + (stage_of_phase ? consumed_phase : consumed) * stage_elements;
+        if (consumed_phase == last_phase)
+            on_the_way.store_transposed(stage);
+        else
+            on_the_way.store(stage);
         barrier();
-        if (non_finite) non_finite = is_stage_non_finite(stage);
+        if (non_finite) non_finite = is_stage_non_finite<stage_elements>(stage);
         prefetch(a);
         consumed ^= 1;
         return stage;
     }
+};
+
+// As Stream with KEYS: parts of Q and dO with all of their dims, each loaded by half of the
+// threads. A part is multiplied twice, by rows and then transposed: both in the one stage, because
+// shared memory has no more for a second block.
+template <u32 threads, u32 part_rows>
+struct PairStream {
+    static const u32 rows = part_rows, elements = rows * ANNULUS_DIM;
+    static const u32 stage_elements = 2 * elements;
+    static_assert(TILE / rows >= 2, "parts of a tile: see has_tile");
+
+    u16* stage;
+    HeadTileIterator prefetch_tiles;
+    Operand operand;  // of this thread
+    u32 first_row;    // of the part that is loaded
+    RowsOnTheWay<rows, ANNULUS_DIM, threads / 2> on_the_way;
+
+    static METHOD bool of_dout() { return thread_index_again() >= threads / 2; }
+    METHOD u16* own_stage() const { return stage + (of_dout() ? elements : 0); }
+
+    METHOD void begin(const Attention& a, u16* of_stage, const HeadTileIterator& tiles) {
+        stage = of_stage;
+        prefetch_tiles = tiles;
+        operand = {};
+        first_row = 0;
+        if (!tiles.more()) return;
+        begin_head(a);
+        first_row = prefetch_tiles.entry(a).tile * TILE;
+        prefetch(a);
+    }
+
+    METHOD void begin_head(const Attention& a) {
+        operand = streamed_operand<KEYS>(a, block_z(), prefetch_tiles.h, of_dout());
+    }
+
+    // Between tiles: true if there is another one, whose first part has been loaded.
+    METHOD bool has_tile() const { return prefetch_tiles.more(); }
+
+    // Loads the next part, if there is one.
+    METHOD void prefetch(const Attention& a) {
+        if (!prefetch_tiles.more()) return;
+        on_the_way.load(operand.at + i64(first_row) * operand.row, operand.row, operand.step,
+                        first_row < a.queries ? a.queries - first_row : 0, operand.dim,
+                        operand.aligned);
+        first_row += rows;
+        if (first_row % TILE != 0) return;
+        const u32 head = prefetch_tiles.h;
+        prefetch_tiles.next(a);
+        if (!prefetch_tiles.more()) return;
+        if (prefetch_tiles.h != head) begin_head(a);
+        first_row = prefetch_tiles.entry(a).tile * TILE;
+    }
+
+    // Returns the next part by rows, once it is complete for all threads: Q, then dO. `non_finite`:
+    // as in Stream.
+    template <u32>
+    METHOD const u16* next(const Attention&, bool& non_finite) {
+        // all threads have consumed the part before
+        barrier();
+        on_the_way.store(own_stage());
+        barrier();
+        if (non_finite) non_finite = is_stage_non_finite<stage_elements>(stage);
+        return stage;
+    }
+
+    // Transposes the part that all threads have consumed by rows. It is complete after a barrier.
+    // The one in here also publishes what threads have written before.
+    METHOD void transpose(const Attention& a) {
+        barrier();
+        on_the_way.store_transposed(own_stage());
+        prefetch(a);
+    }
+};
+
+// Scale of the left operand of the last product of a backward pass: f16 has too few exponents for
+// dX, and matrix units of gfx90a flush its subnormal numbers. Each row has a power of two that brings
+// its largest element so far to 2¹⁴ … 2¹⁵; `acc` is multiplied by it, too.
+struct LeftScale {
+#if ANNULUS_DTYPE == 3
+    // Of the largest element, with the bias of f32: at least 2⁻¹¹², so that scales are normal.
+    u32 exponent = 15;
+
+    METHOD float inverse() const { return float_of((exponent - 14) << 23); }
+
+    template <u32 columns>
+    METHOD void apply(float (&left)[1][columns][4], RowAccumulators<1>& acc) {
+        float largest = 0;
+        UNROLL for (u32 n = 0; n < columns; ++n)
+            UNROLL for (u32 e = 0; e < 4; ++e)
+                largest = max_of_numbers(largest, float_of(bits_of(left[0][n][e]) & 0x7fffffffu));
+        largest = max_of_numbers(largest, shuffle_xor(largest, 32));
+        u32 next = bits_of(largest) >> 23;
+        if (next > 254) next = 254;
+        if (next > exponent) {
+            const float factor =
+                float_of(next - exponent < 127 ? (127 - (next - exponent)) << 23 : 0);
+            UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
+                UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
+                    UNROLL for (u32 e = 0; e < 4; ++e) acc[panel][0][n][e] *= factor;
+            exponent = next;
+        }
+        const float scale = float_of((268 - exponent) << 23);
+        UNROLL for (u32 n = 0; n < columns; ++n)
+            UNROLL for (u32 e = 0; e < 4; ++e) left[0][n][e] *= scale;
+    }
+#else
+    METHOD float inverse() const { return 1; }
+    template <u32 columns>
+    METHOD void apply(float (&)[1][columns][4], RowAccumulators<1>&) {}
+#endif
 };
 
 // Division of a tile among the waves of a block, each with all keys of its rows.
@@ -258,10 +420,10 @@ template <u32>
 struct RowsShape {
     static const u32 row_tiles = 1, keys = TILE, columns = keys / 8;
     static const bool divides_keys = false;
-    static const u32 rows = 32 * FORWARD_WAVES, keys_at_once = keys;
+    static const u32 rows = WARP_ROWS * FORWARD_WAVES, keys_at_once = keys;
 
     typedef TileIterator Tiles;
-    typedef KeyValueStream KeyStream;
+    typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, keys> KeyStream;
     typedef RowScores<row_tiles, columns> Scores;
     typedef RowPairs<row_tiles, columns> Probs;
     typedef VisibleBits<row_tiles> Visible;
@@ -272,23 +434,16 @@ struct RowsShape {
     struct Storage {
         u16 stages[FORWARD_STAGES * KeyStream::stage_elements];
     };
-    typedef QueryFragments Queries;
+    typedef RowFragments Queries;
     static METHOD Queries queries(Storage&) { return {}; }
 };
 static_assert(FORWARD_BLOCKS * sizeof(RowsShape<0>::Storage) <= 64 * 1024, "shared memory");
 
-// Loads a lane's part of its row of Q, zeros beyond the ends.
-template <typename Shape>
-DEVICE void load_query_rows(QueryFragments& to, const Operand& operand, u32 first_query,
-                            const Attention& a) {
-    const RowLane lane = row_lane_of_thread<1>(thread_index() / 64);
-    const bool aligned = operand.aligned && a.q.head % 8 == 0;
-    const PackedRow packed = packed_row<Shape::rows>(a, 0, lane.row_of(0, 0));
-    const bool exists = packed.exists && first_query + packed.query < operand.rows;
-    const u16* row = operand.at;
-    if (exists) row += i64(first_query + packed.query) * operand.row + i64(packed.h) * a.q.head;
+// Loads a lane's part of `row`, which is in an operand, or zeros if not; zeros beyond its dims.
+DEVICE void load_row(RowFragments& to, const u16* row, bool exists, const Operand& operand,
+                     bool aligned) {
     UNROLL for (u32 c = 0; c < ANNULUS_DIM / 16; ++c) {
-        const u32 x = 16 * c + 8 * (lane.lane / 32);
+        const u32 x = 16 * c + 8 * (thread_index() % 64 / 32);
         const bool inside = exists && x < operand.dim;
         const u16* from = row + i64(x) * operand.step;
         if (aligned)
@@ -296,4 +451,23 @@ DEVICE void load_query_rows(QueryFragments& to, const Operand& operand, u32 firs
         else
             load_elements(to.pieces[c], from, operand.step, inside ? operand.dim - x : 0);
     }
+}
+
+// Loads a lane's part of row `row` of an operand.
+DEVICE void load_row(RowFragments& to, const Operand& operand, u32 row) {
+    const bool exists = row < operand.rows;
+    load_row(to, operand.at + (exists ? i64(row) * operand.row : 0), exists, operand,
+             operand.aligned);
+}
+
+// Loads a lane's part of its row of Q.
+template <typename Shape>
+DEVICE void load_query_rows(RowFragments& to, const Operand& operand, u32 first_query,
+                            const Attention& a) {
+    const RowLane lane = row_lane_of_thread<1>(thread_index() / 64);
+    const PackedRow packed = packed_row<Shape::rows>(a, 0, lane.row_of(0, 0));
+    const bool exists = packed.exists && first_query + packed.query < operand.rows;
+    const u16* row = operand.at;
+    if (exists) row += i64(first_query + packed.query) * operand.row + i64(packed.h) * a.q.head;
+    load_row(to, row, exists, operand, operand.aligned && a.q.head % 8 == 0);
 }

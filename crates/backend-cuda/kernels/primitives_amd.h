@@ -116,10 +116,14 @@ DEVICE void store_shared_8(u16* to, u32 first, u32 second) {
     *reinterpret_cast<Words2*>(to) = Words2{first, second};
 }
 
-// Loads 8 or 16 bytes of global memory, at a multiple of as many bytes; zeros if not `inside`. The
+// Loads 4, 8 or 16 bytes of global memory, at a multiple of as many bytes; zeros if not `inside`. The
 // compiler does not find out that an address from the arguments is not one of shared memory.
+typedef __attribute__((address_space(1))) const u32 GlobalWord;
 typedef __attribute__((address_space(1))) const Words2 GlobalWords2;
 typedef __attribute__((address_space(1))) const Words4 GlobalWords4;
+DEVICE void load_or_zero(u32 (&to)[1], const u16* from, bool inside) {
+    to[0] = inside ? *(GlobalWord*)from : 0;
+}
 DEVICE void load_or_zero(u32 (&to)[2], const u16* from, bool inside) {
     Words2 words = {0, 0};
     if (inside) words = *(GlobalWords2*)from;
@@ -238,6 +242,7 @@ DEVICE float max_or_nan(float x, float y) {
 
 // ROCm's device library.
 extern "C" __device__ float __ocml_native_exp2_f32(float);
+extern "C" __device__ float __ocml_native_log2_f32(float);
 extern "C" __device__ float __ocml_exp_f32(float);
 extern "C" __device__ float __ocml_log_f32(float);
 extern "C" __device__ float __ocml_tanh_f32(float);
@@ -250,6 +255,12 @@ extern "C" __device__ double __ocml_tanh_f64(double);
 DEVICE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
 #else
 DEVICE float exp2_approx(float x) { return __ocml_native_exp2_f32(x); }
+#endif
+// v_log_f32: log₂ x to within 1 ulp.
+#if __has_builtin(__builtin_amdgcn_logf)
+DEVICE float log2_approx(float x) { return __builtin_amdgcn_logf(x); }
+#else
+DEVICE float log2_approx(float x) { return __ocml_native_log2_f32(x); }
 #endif
 // Maximum of two numbers; a NaN is dropped.
 DEVICE float max_of_numbers(float x, float y) { return __builtin_fmaxf(x, y); }

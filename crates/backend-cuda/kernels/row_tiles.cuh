@@ -21,11 +21,16 @@
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
 // Fragment of a thread: four elements of a product, FRAGMENT_ROWS rows × FRAGMENT_COLUMNS adjacent
-// columns. Its row m has four lanes on NVIDIA's tensor cores, two on AMD's matrix cores.
+// columns. Its row m has four lanes on NVIDIA's tensor cores, two on AMD's matrix cores. A warp (a
+// wave) has WARP_ROWS rows for each m.
 #ifdef ANNULUS_AMD
 #define FRAGMENT_ROWS 1
+#define WARP_ROWS 32
+#define WARP_LANES 64
 #else
 #define FRAGMENT_ROWS 2
+#define WARP_ROWS 16
+#define WARP_LANES 32
 #endif
 #define FRAGMENT_COLUMNS (4 / FRAGMENT_ROWS)
 
@@ -69,13 +74,11 @@ struct RowLane {
 template <u32 row_tiles>
 DEVICE RowLane row_lane_of_thread(u32 owner) {
     RowLane at;
+    at.lane = thread_index() % WARP_LANES;
+    at.first_row = owner * (WARP_ROWS * row_tiles);
 #ifdef ANNULUS_AMD
-    at.lane = thread_index() % 64;
-    at.first_row = owner * (32 * row_tiles);
     at.column = at.lane / 32 * 4;
 #else
-    at.lane = thread_index() % 32;
-    at.first_row = owner * (16 * row_tiles);
     at.column = 2 * (at.lane % 4);
 #endif
     at.first_column = 0;
@@ -172,22 +175,23 @@ DEVICE void load_left_rows(u16* to, const Operand& operand, u32 first) {
 
 #endif
 
-// Rounds scores to pairs of a left operand. On AMD GPUs a NaN of bf16, for which its conversion
-// would need further instructions, may become a number: see larger_score.
+// Rounds scores to pairs of a left operand. If a NaN is found `elsewhere`, one of bf16 may become a
+// number on AMD GPUs, for which its conversion would need further instructions: see larger_score.
+template <bool elsewhere>
 DEVICE u32 narrow_scores(float first, float second) {
 #if defined(ANNULUS_AMD) && ANNULUS_DTYPE == 2
-    return pack_numbers_bf16x2(first, second);
-#else
-    return narrow_pair(first, second);
+    if (elsewhere) return pack_numbers_bf16x2(first, second);
 #endif
+    return narrow_pair(first, second);
 }
-template <u32 row_tiles, u32 columns>
+template <bool elsewhere = false, u32 row_tiles, u32 columns>
 DEVICE void narrow_left(u32 (&left)[row_tiles][columns][2],
                         const float (&scores)[row_tiles][columns][4]) {
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
         UNROLL for (u32 n = 0; n < columns; ++n)
             UNROLL for (u32 r = 0; r < 2; ++r)
-                left[m][n][r] = narrow_scores(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
+                left[m][n][r] =
+                    narrow_scores<elsewhere>(scores[m][n][2 * r], scores[m][n][2 * r + 1]);
 }
 
 template <u32 row_tiles>

@@ -185,6 +185,9 @@ impl Cuda {
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if none does.
     pub fn backward_variant(&self, spec: &Spec) -> Result<Variant> {
+        if self.stream.device().api() == Api::Hip {
+            return self.forward_variant(spec);
+        }
         self.variant(Level::Warpgroup, spec, Variant::backward_on_warpgroups)
     }
 
@@ -230,15 +233,19 @@ impl Cuda {
         let mut others = |variant: Option<Variant>| {
             variant.filter(|&variant| variant != general).map(&mut of).transpose()
         };
-        let is_amd = device.api() == Api::Hip;
-        let on_matrices = general.has_matrix() && self.level >= Level::Matrix && spec.normalize;
-        let [forward, backward] = [self.forward_variant(spec)?, self.backward_variant(spec)?];
+        let [forward, backward] =
+            [self.forward_variant(spec)?, self.backward_variant(spec)?].map(Some);
+        let (matrix, [warpgroup, backward_warpgroup]) = if device.api() == Api::Hip {
+            (others(forward)?, [None, None])
+        } else {
+            let on_matrices = general.has_matrix() && self.level >= Level::Matrix && spec.normalize;
+            (on_matrices.then(|| Arc::clone(&of_general)), [others(forward)?, others(backward)?])
+        };
         Ok(Kernels {
             general: of_general,
-            on_matrices: on_matrices && !is_amd,
-            mfma: others(Some(forward).filter(|_| is_amd))?,
-            warpgroup: others(Some(forward).filter(|_| !is_amd))?,
-            backward_warpgroup: others(Some(backward))?,
+            matrix,
+            warpgroup,
+            backward_warpgroup,
             min_rows: self.min_warpgroup_rows,
             most_blocks: self.forward_blocks.unwrap_or(device.multiprocessors()),
         })

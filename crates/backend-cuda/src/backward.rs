@@ -26,7 +26,7 @@ use crate::{
     block_mask::BlockMask,
     forward::{by_line, sinks_of},
     forward_tiles::RangeLimits,
-    kernels::{Kernels, MAX_BLOCKS, VariantKernels},
+    kernels::{MAX_BLOCKS, VariantKernels},
     pass_context::{PassContext, local_bias},
     records,
     state::BackwardState,
@@ -149,10 +149,10 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
         // masks are uploaded before the stream waits for the block
         let own_tile = match &warpgroups {
             Some(kernels) => kernels.variant.tile(),
-            None if context.kernels.on_matrices => {
-                context.kernels.general.variant.queries_matrix_tile()
-            }
-            None => tile,
+            None => match &context.kernels.matrix {
+                Some(kernels) => kernels.variant.queries_matrix_tile(),
+                None => tile,
+            },
         };
         let block_mask = context.mask_of_keys(kv.rows, own_tile, RangeLimits::NONE)?;
         let mut arguments = self.kv_arguments(kv)?;
@@ -294,15 +294,15 @@ fn launch_dkv(
     if let Some(warpgroups) = warpgroups {
         return warpgroups.launch(context, arguments, grid, true);
     }
-    let Kernels { general, on_matrices, .. } = &context.kernels;
-    let kernel = if *on_matrices {
-        grid[0] *= (general.variant.tile()[1] / general.variant.keys_matrix_rows()) as u64;
+    let kernels = context.kernels.of_passes();
+    let kernel = if context.kernels.matrix.is_some() {
+        grid[0] *= (kernels.variant.tile()[1] / kernels.variant.keys_matrix_rows()) as u64;
         "backward_keys_matrix"
     } else {
         "backward_keys"
     };
     // SAFETY: the engine has validated the shape of every tensor.
-    unsafe { context.launch(kernel, grid, arguments) }
+    unsafe { kernels.launch(&context.stream, kernel, grid, arguments) }
 }
 
 /// Adds the block's contribution to dQ of this rank's queries. The tiles of the block mask are
@@ -319,10 +319,10 @@ fn launch_dq(
     if let Some(warpgroups) = warpgroups {
         return warpgroups.launch(context, arguments, grid, false);
     }
-    let on_matrices = context.kernels.on_matrices;
+    let on_matrices = context.kernels.matrix.is_some();
     let kernel = if on_matrices { "backward_queries_matrix" } else { "backward_queries" };
     // SAFETY: the engine has validated the shape of every tensor.
-    unsafe { context.launch(kernel, grid, arguments) }
+    unsafe { context.kernels.of_passes().launch(&context.stream, kernel, grid, arguments) }
 }
 
 /// Adds the block's contribution to dbias, if there is a bias.

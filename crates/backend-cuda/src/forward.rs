@@ -116,7 +116,7 @@ fn launch(
     }
     let kernel = forward_tiles.kernels[usize::from(arguments.block_mask.splits > 1)];
     // SAFETY: the engine has validated the shape of every tensor.
-    unsafe { kernels.of_forward(kernel).launch(&context.stream, kernel, grid, arguments) }
+    unsafe { kernels.of_passes().launch(&context.stream, kernel, grid, arguments) }
 }
 
 impl ForwardPass<CudaSpace> for CudaForward<'_> {

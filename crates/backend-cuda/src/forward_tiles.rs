@@ -34,21 +34,21 @@ impl ForwardTiles {
         let group = if shares_key_tiles(shard) { q_heads / kv_heads } else { 1 };
         let warpgroup = kernels.warpgroup_for(queries, group);
         let general = kernels.general.variant;
-        let (kernels, [rows, keys]) = match warpgroup.or(kernels.mfma.as_deref()) {
-            Some(VariantKernels { variant, .. }) if variant.family == Family::Mfma => {
-                ([MATRIX_KERNELS[0]; 2], variant.queries_matrix_tile())
-            }
-            Some(VariantKernels { variant, .. }) => {
+        let (kernels, [rows, keys]) = match (warpgroup, &kernels.matrix) {
+            (Some(VariantKernels { variant, .. }), _) => {
                 ([variant.forward_on_warpgroups(); 2], variant.tile())
             }
-            None if !kernels.on_matrices => (["forward"; 2], general.tile()),
-            None if queries * group <= Variant::DECODE_ROWS => {
+            (None, None) => (["forward"; 2], general.tile()),
+            (None, Some(matrix))
+                if matrix.variant.family == Family::General
+                    && queries * group <= Variant::DECODE_ROWS =>
+            {
                 ([DECODE_KERNEL; 2], general.decode_tile())
             }
-            None => {
+            (None, Some(matrix)) => {
                 let [forward, ..] = MATRIX_KERNELS;
-                let split = if general.has_split_kernel() { SPLIT_KERNEL } else { forward };
-                ([forward, split], general.queries_matrix_tile())
+                let split = if matrix.variant.has_split_kernel() { SPLIT_KERNEL } else { forward };
+                ([forward, split], matrix.variant.queries_matrix_tile())
             }
         };
         let packing = if kernels == ["forward"; 2] {

@@ -65,8 +65,13 @@ const PLAIN_HEADERS: [Header; 8] = [
 ];
 
 /// Further headers of [`Family::Mfma`].
-const MFMA_HEADERS: [Header; 6] = [
+const MFMA_HEADERS: [Header; 11] = [
     ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
+    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
+    ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
+    ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
+    ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
     ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
     ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
     ("matrix_amd.cuh", include_str!("../kernels/matrix_amd.cuh")),
@@ -208,13 +213,11 @@ impl VariantKernels {
 #[derive(Debug, Clone)]
 pub(crate) struct Kernels {
     pub(crate) general: Arc<VariantKernels>,
-    /// True if those on tensor cores serve the spec: 16-bit elements, normalized outputs. The
-    /// gradient of an unnormalized output flows through the row maximum, which backward finds only
-    /// if its scores equal those of forward bit for bit.
-    pub(crate) on_matrices: bool,
-    /// Present on AMD GPUs at [`crate::Level::Matrix`], if [`Variant::on_matrix_cores`] serves the
-    /// spec.
-    pub(crate) mfma: Option<Arc<VariantKernels>>,
+    /// Those that have the kernels on tensor cores or matrix cores, if these serve the spec: 16-bit
+    /// elements, normalized outputs, on AMD GPUs as [`Variant::on_matrix_cores`]. The gradient of
+    /// an unnormalized output flows through the row maximum, which backward finds only if its
+    /// scores equal those of forward bit for bit.
+    pub(crate) matrix: Option<Arc<VariantKernels>>,
     /// Present at [`crate::Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
     pub(crate) warpgroup: Option<Arc<VariantKernels>>,
     /// Likewise, for [`Variant::backward_on_warpgroups`].
@@ -226,10 +229,9 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Returns the kernels that have the forward kernel `name`, which is not one on warpgroups.
-    pub(crate) fn of_forward(&self, name: &str) -> &VariantKernels {
-        let mfma = self.mfma.as_deref().filter(|kernels| kernels.kernels.contains_key(name));
-        mfma.unwrap_or(&self.general)
+    /// Returns the kernels of passes that are not on warpgroups.
+    pub(crate) fn of_passes(&self) -> &VariantKernels {
+        self.matrix.as_deref().unwrap_or(&self.general)
     }
 
     /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries of

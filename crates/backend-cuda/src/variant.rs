@@ -55,7 +55,7 @@ const GENERAL_KERNELS: [&str; 15] = [
 pub enum Family {
     /// All kernels for any architecture. Of AMD GPUs those of level plain.
     General,
-    /// Forward kernel on matrix cores (MFMA) of AMD GPUs; [`Family::General`] has the others.
+    /// Kernels on matrix cores (MFMA) of AMD GPUs; [`Family::General`] has the others.
     Mfma,
     /// Forward kernel on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
     /// others.
@@ -98,8 +98,8 @@ impl Variant {
         })
     }
 
-    /// Selects the variant on matrix cores of AMD GPUs for a spec's forward pass, if it can serve
-    /// it: 16-bit elements, a normalized output. Probabilities of f16 are scaled by 2¹⁰
+    /// Selects the variant on matrix cores of AMD GPUs for a spec's passes, if it can serve them:
+    /// 16-bit elements, a normalized output. Probabilities of f16 are scaled by 2¹⁰
     /// (`kernels/forward_probs.cuh`), which leaves a factor of 2⁵ for those that dropout keeps.
     ///
     /// # Errors
@@ -215,7 +215,7 @@ impl Variant {
     /// Keys of a block of the dK/dV kernel on tensor cores, whose tiles have
     /// [`Variant::tile`] keys; `KEYS_ROWS` of `kernels/backward_keys_matrix.cuh`.
     pub(crate) const fn keys_matrix_rows(self) -> usize {
-        if self.dim <= 128 { 64 } else { 32 }
+        if self.dim <= 128 || matches!(self.family, Family::Mfma) { 64 } else { 32 }
     }
 
     /// Threads per block of one of its kernels. On tensor cores `FORWARD_THREADS` of
@@ -269,7 +269,8 @@ impl Variant {
     /// `ForwardShape::Storage` of `kernels/forward_matrix.cuh` (q, stages). Backward on tensor
     /// cores: `QueriesStorage` and `KeysStorage` of `kernels/backward_queries_matrix.cuh` and
     /// `kernels/backward_keys_matrix.cuh` (own rows of two operands; two stages; two floats per
-    /// query, for dK and dV three of a tile's, and the exchanged scores in f32). Forward on
+    /// query, for dK and dV three of a tile's, and the exchanged scores in f32; on matrix cores own
+    /// rows and statistics for dQ are in registers, and one stage serves dK and dV). Forward on
     /// warpgroups: `SharedStorage` of `kernels/warpgroup.cuh` (q; K and V, two stages each; two
     /// work tiles; 12 mbarriers). Backward: `BackwardStorage` of `kernels/backward_warpgroup.cuh`
     /// (own rows of two operands; their streamed rows, two stages of 128 or four of 64; statistics
@@ -295,8 +296,12 @@ impl Variant {
                 }
                 _ => 0,
             },
-            // two stages: `RowsShape::Storage` of `kernels/matrix_amd.cuh`
-            Family::Mfma => 2 * 64 * if dim < 128 { dim } else { 128 } * 2,
+            Family::Mfma => match kernel {
+                "backward_keys_matrix" => 2 * 32 * dim * 2 + 64 * 32 * 4 + 3 * queries * 4,
+                // two stages, of 64 or 32 rows: see `Stream` of `kernels/matrix_amd.cuh`
+                "forward_matrix" => 2 * 64 * dim.min(128) * 2,
+                _ => 2 * 32 * dim.min(128) * 2,
+            },
             Family::Warpgroup | Family::WarpgroupEpilogue => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
                 tiles + 2 * 16 + 12 * 8
@@ -328,7 +333,7 @@ impl Variant {
 
     /// True if several ranges of keys have a forward kernel of their own, with more stages.
     pub(crate) const fn has_split_kernel(self) -> bool {
-        self.has_matrix() && self.dim > 64
+        self.has_matrix() && self.dim > 64 && matches!(self.family, Family::General)
     }
 
     /// Name of the forward kernel of a variant on warpgroups.
@@ -344,7 +349,7 @@ impl Variant {
     pub fn kernels(self, api: Api) -> Vec<&'static str> {
         match self.family {
             Family::General if api == Api::Hip => GENERAL_KERNELS.to_vec(),
-            Family::Mfma => vec![MATRIX_KERNELS[0]],
+            Family::Mfma => MATRIX_KERNELS.to_vec(),
             Family::Warpgroup | Family::WarpgroupEpilogue => vec![self.forward_on_warpgroups()],
             Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => {
@@ -412,9 +417,8 @@ pub(crate) fn needs_epilogue(spec: &Spec) -> bool {
 pub enum Level {
     /// Scalar multiply-adds: any supported GPU.
     Plain,
-    /// Matrix units. Tensor cores by `mma.sync`, forward and backward: any supported NVIDIA GPU.
-    /// Matrix cores by MFMA, forward: AMD's gfx90a, gfx942 and gfx950, whose backward passes are
-    /// those of [`Level::Plain`].
+    /// Matrix units, forward and backward. Tensor cores by `mma.sync`: any supported NVIDIA GPU.
+    /// Matrix cores by MFMA: AMD's gfx90a, gfx942 and gfx950.
     Matrix,
     /// Also forward and backward on warpgroups (`wgmma`, TMA): compute capability 9.0 only. What
     /// these cannot serve is computed as at [`Level::Matrix`]: specs beyond

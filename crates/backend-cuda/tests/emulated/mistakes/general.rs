@@ -245,32 +245,15 @@ pub(super) static BACKWARD: Table = Table {
         Stages: "dK, dV: a wait one stage late", "dk[" =>
             STREAM: "cp_async_wait<depth - 2>();" => "cp_async_wait<depth - 2 + (pass == KEYS)>();";
         Stages: "dQ: left rows that belong to a later group of copies", "dq[" =>
-            DQ: "load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
-        memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
-    load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
-        memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);
+            DQ: "rows.load(memory, b, h, first_query, lane, a);
     stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
-                 load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
-                     memory.queries, operand_of(a.q, b, h, a.queries, a.head_dim), first_query);
-                 load_left_rows<BACKWARD_THREADS, QUERIES_ROWS>(
-                     memory.douts, operand_of(a.dout, b, h, a.queries, a.value_dim), first_query);";
+                 rows.load(memory, b, h, first_query, lane, a);";
         Stages: "dK, dV: left rows that belong to a later group of copies", "dk[" =>
-            DKV: "if (tiles.more()) {
-        load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
-            memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
-        load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
-            memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim), first_key);
-    }
+            DKV: "if (tiles.more()) rows.load(memory, b, kv_head, first_key, lane, a);
     stream.begin(a, memory.stages, tiles);" =>
                 "stream.begin(a, memory.stages, tiles);
-                 if (tiles.more()) {
-                     load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
-                         memory.keys, operand_of(a.k, b, kv_head, a.keys, a.head_dim), first_key);
-                     load_left_rows<BACKWARD_THREADS, KEYS_ROWS>(
-                         memory.values, operand_of(a.v, b, kv_head, a.keys, a.value_dim),
-                         first_key);
-                 }";
+                 if (tiles.more()) rows.load(memory, b, kv_head, first_key, lane, a);";
         // the warps of dV pass S to those of dK through shared memory, and all read the statistics
         // of the tile's queries there
         Stages: "dK, dV: scores that are not ordered by a barrier", "dk[" =>

@@ -1,28 +1,41 @@
-//! Mistakes in the forward pass on matrix cores of AMD GPUs.
+//! Mistakes in the passes on matrix cores of AMD GPUs.
 
 use std::time::Duration;
 
-use annulus_conformance::{Case, Setting, suite};
+use annulus_conformance::{Case, Setting, Subject, suite};
 use annulus_core::DType;
 use annulus_cuda_emulator as emulator;
 
 use super::{
-    Check, DEADLOCK, Edit, Mistake, Of, Planted, Table,
+    Check, DEADLOCK, DEFAULT_ORDER, Edit, Mistake, Of, Planted, Table,
     general::{ORDERS, causal},
 };
-use crate::{common::staged, hip, support::next_device};
+use crate::{
+    common::staged,
+    hip::{self, small_probabilities_count},
+    support::next_device,
+};
 
 const MFMA: &str = "matrix_amd.cuh";
 const ROW_TILES: &str = "row_tiles.cuh";
 const PROBS: &str = "forward_probs.cuh";
+const DQ: &str = "backward_queries_matrix.cuh";
+const DKV: &str = "backward_keys_matrix.cuh";
 
-/// Verdict on a case on one device, whose matrix instructions flush subnormal numbers.
-fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
+/// Verdict of `check` on one device, whose matrix instructions flush subnormal numbers.
+fn checked(
+    planted: Planted,
+    check: impl Fn(&dyn Subject) -> Result<(), String>,
+) -> Result<(), String> {
     let ordinal = next_device();
     let open = move || hip::planted_on::<0x90a>(ordinal, planted);
-    let subject = staged("one emulated gpu", Duration::ZERO, open);
-    let verdict = suite::answer(&subject, case, &Setting::ALONE).map(drop);
+    let verdict = check(&staged("one emulated gpu", Duration::ZERO, open));
     if emulator::deadlocks(ordinal) > 0 { Err(DEADLOCK.to_owned()) } else { verdict }
+}
+
+/// Verdict on a case: see [`checked`].
+fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
+    checked(planted, |subject| suite::answer(subject, case, &Setting::ALONE).map(drop))
 }
 
 pub(super) static FORWARD: Table = Table {
@@ -50,10 +63,10 @@ pub(super) static FORWARD: Table = Table {
         Panels: "the wrong bytes of a pair of keys", "out[" =>
             MFMA: "«first >> 16 | (second & 0xffff0000u)»" => "first >> 16 | second << 16";
         Panels: "no barrier between the stores of a stage and its use", "out[" =>
-            MFMA: "consumed_phase == 1);
+            MFMA: "on_the_way.store(stage);
         «barrier();»" => "";
         FewPairs: "a stage that is the one in use", "out[" =>
-            MFMA: "(«one_chunk ? consumed_phase : consumed») * stage_elements" => "0";
+            MFMA: "(«stage_of_phase ? consumed_phase : consumed») * stage_elements" => "0";
         Panels: "a maximum of half of the keys", "out[" =>
             ROW_TILES: "«larger_score(mine, shuffle_xor(mine, 32))»" => "mine";
         Panels: "a sum of half of the keys", "out[" =>
@@ -65,5 +78,70 @@ pub(super) static FORWARD: Table = Table {
             PROBS: "(coord.first_key - first + «lane.column»)" => "lane.column / 2";
         FewPairs: "probabilities that are not scaled", "lse" =>
             PROBS: "return «exponent + 10.0f»;" => "exponent";
+    },
+};
+
+/// Mistakes in the kernels of dQ, and of dK and dV.
+pub(super) static BACKWARD: Table = Table {
+    checks: &[
+        Check {
+            name: "f16, 128 dims",
+            sign: |mistake| {
+                if matches!(mistake.of, Of::State) { None } else { Some(mistake.sign) }
+            },
+            verdict: |_, planted| verdict(&causal(DType::F16, [104, 120]), planted),
+            seeds: ORDERS,
+        },
+        Check {
+            name: "f16, small probabilities",
+            sign: |mistake| {
+                if matches!(mistake.of, Of::State) { Some(mistake.sign) } else { None }
+            },
+            verdict: |_, planted| checked(planted, small_probabilities_count),
+            seeds: DEFAULT_ORDER,
+        },
+    ],
+    mistakes: mistakes! {
+        Stages: "dQ: rows of another operand", "dq[" =>
+            DQ: "load_row(queries, «operand_of(a.q, b, h, a.queries, a.head_dim)», i)" =>
+                "operand_of(a.dout, b, h, a.queries, a.value_dim)";
+        Stages: "dK, dV: Q and dO in the place of each other", "d" =>
+            MFMA: "«of_dout()» ? elements : 0" => "!of_dout()";
+        Stages: "dQ: values by columns", "dq[" =>
+            MFMA: "if («consumed_phase == last_phase»)" => "consumed_phase >= 1";
+        Stages: "dQ, dK: the wrong rows of a transposed part of 32", "dq[" =>
+            MFMA: "rows == 64 ? dim / 2 % 16 : «(dim / 2 + dim / 16) % 8»" =>
+                "thread_index() < 128 ? (dim / 2 + dim / 16) % 8 : dim % 8";
+        Stages: "dK, dV: scores that are not ordered by a barrier", "d" =>
+            MFMA: "METHOD void transpose(const Attention& a) {
+        «barrier();»" => "";
+        Stages: "dK, dV: rows that replace columns in use", "d" =>
+            MFMA: "// all threads have consumed the part before
+        «barrier();»" => "";
+        Stages: "dK, dV: no barrier between the stores of rows and their use", "d" =>
+            MFMA: "on_the_way.store(own_stage());
+        «barrier();»" => "";
+        Stages: "dK, dV: no barrier between the stores of columns and their use", "d" =>
+            DKV: "#ifdef ANNULUS_AMD
+            «barrier();»" => "";
+        Stages: "dK, dV: a wave that computes the other operand", "dk[" =>
+            DKV: "«lane.of_dk ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
+                            : operand_of(a.k, b, kv_head, a.keys, a.head_dim)»" =>
+                "operand_of(a.k, b, kv_head, a.keys, a.head_dim)";
+        Stages: "dK, dV: statistics of other queries", "dk[" =>
+            DKV: "coord.first_query + «thread_index() % TILE»));" => "thread_index() % 32";
+        Stages: "dQ: mask off by one", "dq[" =>
+            DQ: "mask_row(a, coord, query, QUERIES_ROWS)" =>
+                "mask_row(a, coord, query, QUERIES_ROWS) << 1 | 1";
+        Stages: "dK, dV: mask off by one", "dk[" =>
+            DKV: "mask_row(a, coord, query + c)" => "mask_row(a, coord, query + c) << 1 | 1";
+        Stages: "sums that keep an old scale", "d" =>
+            MFMA: "acc[panel][0][n][e] *= «factor»" => "1.0f";
+        State: "rows beyond the end that are read", "d" =>
+            MFMA: "const bool inside = «row() + r < left_rows» &&" => "true";
+        State: "gradients that are not scaled: those of small probabilities are flushed", "d" =>
+            MFMA: "const float scale = «float_of((268 - exponent) << 23)»;" => "1.0f",
+            MFMA: "inverse() const { return «float_of((exponent - 14) << 23)»; }" => "1.0f",
+            MFMA: "acc[panel][0][n][e] *= «factor»" => "1.0f";
     },
 };

@@ -201,6 +201,7 @@ family! { GENERAL:
 
 family! { MFMA:
     mistakes_in_forward_on_matrix_cores_are_caught => mfma::FORWARD,
+    mistakes_in_backward_on_matrix_cores_are_caught => mfma::BACKWARD,
 }
 
 /// A mistake of a table without a check for it would be compiled in, and never run.
