@@ -147,7 +147,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         Ok(waited)
     }
 
-    /// Exchanges `targets` and the gradients of the own heads for those of the own rows; dq in
+    /// Exchanges `others` and the gradients of the own heads for those of the own rows; dq in
     /// `sum_dq`, of several key columns.
     fn send_gradients(
         &mut self,
