@@ -10,8 +10,8 @@
 //       warp of dV:  P from Sᵀ;  dV += Pᵀ·dO      warp of dK:  P from the exchange, dX from P and
 //                                                              dPᵀ;  dK += dXᵀ·Q
 //
-// On AMD GPUs warps are waves of 32 rows, and a block owns 64 keys with any dims. The rows of K or V
-// are in registers. A part has one place, in which the rows of Q and dO are replaced by their
+// On AMD GPUs warps are waves of 32 rows, and a block owns 64 keys with any dims. The rows of K or
+// V are in registers. A part has one place, in which the rows of Q and dO are replaced by their
 // transpose behind that barrier (PairStream of matrix_amd.cuh).
 //
 // Both compute P, because Sᵀ is complete a barrier earlier than P, and exponentials are not what

@@ -1,6 +1,7 @@
-// Backward on tensor cores (mma.sync) or AMD's matrix cores (MFMA), 16-bit elements: two kernels, dQ
-// by query tiles (backward_queries_matrix.cuh), dK and dV by key tiles (backward_keys_matrix.cuh).
-// Accumulators are f32; P and dX are rounded to the element type for the last products.
+// Backward on tensor cores (mma.sync) or AMD's matrix cores (MFMA), 16-bit elements: two kernels,
+// dQ by query tiles (backward_queries_matrix.cuh), dK and dV by key tiles
+// (backward_keys_matrix.cuh). Accumulators are f32; P and dX are rounded to the element type for the
+// last products.
 //
 //   for each visible tile of the other side:
 //       S = left·rightᵀ of Q and K;  dP = left·rightᵀ of dO and V;  P, dX (gradient.cuh)
@@ -9,8 +10,8 @@
 //
 // The dK/dV pass computes Sᵀ and dPᵀ to begin with, so the block's own rows are always the left
 // operand. They stay in shared memory, on AMD GPUs in registers; P and dX go from accumulators to
-// left operands in registers. A warp has 32 rows of every left operand (16 with 256 dims on NVIDIA's
-// GPUs, whose accumulators take twice the registers), so that it reads an element of the right
+// left operands in registers. A warp has 32 rows of every left operand (on NVIDIA's GPUs 16 with 256
+// dims, whose accumulators take twice the registers), so that it reads an element of the right
 // operand once for 32 rows. One warp adds to an accumulator in a fixed order: no atomics, bitwise
 // reproducible. Unnormalized outputs use level plain.
 //

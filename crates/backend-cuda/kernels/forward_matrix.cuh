@@ -30,7 +30,15 @@
 //   O                 32         64          128         registers of a thread
 //   S, then P         8          8           8
 //
-// On AMD GPUs (matrix_amd.cuh) there is forward_matrix only.
+// On AMD GPUs (matrix_amd.cuh) a block is four waves of 32 rows. A chunk is 64 rows × 64 or 128
+// dims. forward_matrix serves ranges of keys, too, and forward_decode up to 32 rows.
+//
+//                       64 dims    128 dims    256 dims
+//   stages of K, V      2 × 8 KB   2 × 16 KB   2 × 16 KB   shared memory: 64 KB a compute unit
+//   Q, P                16, 16     32, 16      64, 16      registers of a thread
+//   S, O                32, 32     32, 64      32, 128
+//   rows on the way     8          16          16
+//   decoding: Q, S, O   16, 16, 32 32, 16, 64  64, 16, 128
 //
 // Unnormalized outputs use level plain: their backward pass must recompute the row maximum bit for
 // bit.
@@ -50,24 +58,27 @@
 // each tile. The first warp merges, each thread what the threads of its number in all warps have: ℓ
 // of a row is still that of a thread's columns.
 
-#if ANNULUS_DTYPE >= 2 && TILE == 64 && !defined(ANNULUS_AMD)
+#if ANNULUS_DTYPE >= 2 && TILE == 64
 
 // Results of all warps but the first, in shared memory. The 32 threads of a warp write and read 16
 // adjacent bytes each.
+//
+// On AMD GPUs, where there is less of it, warps are merged one by one (`warps` is 2), and threads
+// that neither give nor take wait.
 template <u32 row_tiles, u32 warps>
 struct WarpResults {
-    RowState<row_tiles> states[warps - 1][32];
-    float o[warps - 1][CHUNKS][row_tiles][CHUNK / 8][32][4];
+    RowState<row_tiles> states[warps - 1][WARP_LANES];
+    float o[warps - 1][CHUNKS][row_tiles][CHUNK / 8][WARP_LANES][4];
 };
 
-// Merges the results of all warps into those of the first one. `memory` may be in use by warps that
-// have not arrived.
+// Merges the results of `warps` warps, numbered by `warp`, into those of the first one. `memory`
+// may be in use by warps that have not arrived.
 template <u32 row_tiles, u32 warps>
 DEVICE void merge_warps(RowState<row_tiles>& state, RowAccumulators<row_tiles>& o,
-                        WarpResults<row_tiles, warps>& memory) {
-    const u32 warp = thread_index() / 32, lane = thread_index() % 32;
+                        WarpResults<row_tiles, warps>& memory, u32 warp) {
+    const u32 lane = thread_index() % WARP_LANES;
     barrier();
-    if (warp > 0) {
+    if (warps == 2 ? warp == 1 : warp > 0) {
         memory.states[warp - 1][lane] = state;
         UNROLL for (u32 panel = 0; panel < CHUNKS; ++panel)
             UNROLL for (u32 m = 0; m < row_tiles; ++m)
@@ -83,12 +94,12 @@ DEVICE void merge_warps(RowState<row_tiles>& state, RowAccumulators<row_tiles>& 
     UNROLL for (u32 other = 1; other < warps; ++other) {
         states[other] = memory.states[other - 1][lane];
         UNROLL for (u32 m = 0; m < row_tiles; ++m)
-            UNROLL for (u32 r = 0; r < 2; ++r)
+            UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r)
                 state.max[m][r] = larger(state.max[m][r], states[other].max[m][r]);
     }
-    float factors[warps][row_tiles][2];
+    float factors[warps][row_tiles][FRAGMENT_ROWS];
     UNROLL for (u32 m = 0; m < row_tiles; ++m)
-        UNROLL for (u32 r = 0; r < 2; ++r) {
+        UNROLL for (u32 r = 0; r < FRAGMENT_ROWS; ++r) {
             state.sum[m][r] = 0;
             UNROLL for (u32 other = 0; other < warps; ++other) {
                 factors[other][m][r] = merge_factor(states[other].max[m][r], state.max[m][r]);
@@ -99,9 +110,9 @@ DEVICE void merge_warps(RowState<row_tiles>& state, RowAccumulators<row_tiles>& 
         UNROLL for (u32 m = 0; m < row_tiles; ++m)
             UNROLL for (u32 n = 0; n < CHUNK / 8; ++n)
                 UNROLL for (u32 e = 0; e < 4; ++e) {
-                    float sum = factors[0][m][e / 2] * o[panel][m][n][e];
+                    float sum = factors[0][m][e / FRAGMENT_COLUMNS] * o[panel][m][n][e];
                     UNROLL for (u32 other = 1; other < warps; ++other)
-                        sum = multiply_add(factors[other][m][e / 2],
+                        sum = multiply_add(factors[other][m][e / FRAGMENT_COLUMNS],
                                            memory.o[other - 1][panel][m][n][lane][e], sum);
                     o[panel][m][n][e] = sum;
                 }
@@ -111,10 +122,62 @@ DEVICE void merge_warps(RowState<row_tiles>& state, RowAccumulators<row_tiles>& 
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
-#ifndef ANNULUS_AMD
-
 #define FORWARD_WARPS 4
-#define FORWARD_THREADS (32 * FORWARD_WARPS)
+#define FORWARD_THREADS (WARP_LANES * FORWARD_WARPS)
+
+#ifdef ANNULUS_AMD
+
+#define FORWARD_STAGES 2
+// Waves of a SIMD unit: with 256 dims, O and Q need more than half of its registers.
+#define FORWARD_BLOCKS (ANNULUS_DIM <= 128 ? 2 : 1)
+
+// Division of a tile among the waves of a block: each has all keys of its rows, or (`divides`) all
+// rows, of which there are 32, and 16 keys.
+template <bool divides>
+struct ForwardShape {
+    static const u32 row_tiles = 1, keys = divides ? TILE / FORWARD_WARPS : TILE;
+    static const u32 columns = keys / 8, keys_at_once = TILE;
+    static const bool divides_keys = divides;
+    static const u32 rows = divides ? WARP_ROWS : WARP_ROWS * FORWARD_WARPS;
+
+    typedef TileIterator Tiles;
+    typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, TILE> KeyStream;
+    typedef RowScores<row_tiles, columns> Scores;
+    typedef RowPairs<row_tiles, columns> Probs;
+    typedef VisibleBits<row_tiles> Visible;
+    typedef RowAccumulators<row_tiles> Accumulators;
+    typedef RowState<row_tiles> State;
+
+    typedef WarpResults<row_tiles, 2> Results;
+
+    // Dynamic shared memory of a block; `Variant::dynamic_shared_bytes` (src/variant.rs) has its
+    // size.
+    union Storage {
+        u16 stages[FORWARD_STAGES * KeyStream::stage_elements];
+        Results results;
+    };
+    typedef RowFragments Queries;
+    static METHOD Queries queries(Storage&) { return {}; }
+};
+template <u32>
+using RowsShape = ForwardShape<false>;
+typedef ForwardShape<true> DecodeShape;
+static_assert(FORWARD_BLOCKS * sizeof(DecodeShape::Storage) <= 64 * 1024, "shared memory");
+
+// Loads a lane's part of its row of Q.
+template <typename Shape>
+DEVICE void load_query_rows(RowFragments& to, const Operand& operand, u32 first_query,
+                            const Attention& a) {
+    const RowLane lane = row_lane_of_thread<1>(Shape::divides_keys ? 0 : thread_index() / 64);
+    const PackedRow packed = packed_row<Shape::rows>(a, 0, lane.row_of(0, 0));
+    const bool exists = packed.exists && first_query + packed.query < operand.rows;
+    const u16* row = operand.at;
+    if (exists) row += i64(first_query + packed.query) * operand.row + i64(packed.h) * a.q.head;
+    load_row(to, row, exists, operand, operand.aligned && a.q.head % 8 == 0);
+}
+
+#else
+
 #define FORWARD_STAGES (ANNULUS_DIM <= 64 ? 4 : 2)
 #define FORWARD_BLOCKS 2
 // Of a block that computes a range of keys: three chunks of 8 KB in flight.
@@ -265,7 +328,7 @@ DEVICE void store_rows(const typename Shape::State& state, const typename Shape:
 // Position of a thread in the division of a tile among warps.
 template <typename Shape>
 DEVICE RowLane forward_lane() {
-    const u32 warp = thread_index() / (FORWARD_THREADS / FORWARD_WARPS);
+    const u32 warp = thread_index() / WARP_LANES;
     RowLane lane = row_lane_of_thread<Shape::row_tiles>(Shape::divides_keys ? 0 : warp);
     if (Shape::divides_keys) lane.first_column = warp * Shape::keys;
     return lane;
@@ -322,9 +385,15 @@ DEVICE void forward_on_matrices(const Attention& a) {
         }
     }
     if constexpr (Shape::divides_keys) {
-        typedef typename Shape::Results Results;
-        merge_warps(state, o, *reinterpret_cast<Results*>(memory.stages));
-        if (thread_index() / 32 > 0) return;
+#ifdef ANNULUS_AMD
+        const u32 warp = thread_index() / WARP_LANES;
+        NOT_UNROLLED for (u32 other = 1; other < FORWARD_WARPS; ++other)
+            merge_warps(state, o, memory.results, warp == 0 ? 0 : warp == other ? 1 : 2);
+#else
+        merge_warps(state, o, *reinterpret_cast<typename Shape::Results*>(memory.stages),
+                    thread_index() / WARP_LANES);
+#endif
+        if (thread_index() / WARP_LANES > 0) return;
     }
     store_rows<Shape>(state, o, b, work_tile.split, first_head, first_query, recomputed(lane), a);
 }
@@ -343,10 +412,10 @@ KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_matrix_split, Attention) {
 }
 #endif
 
+#endif
+
 KERNEL_OF(FORWARD_THREADS, FORWARD_BLOCKS, forward_decode, Attention) {
     forward_on_matrices<DecodeShape>(a);
 }
-
-#endif
 
 #endif

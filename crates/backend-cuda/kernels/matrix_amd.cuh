@@ -16,24 +16,9 @@
 // stores them to shared memory: for the first products in rows of 64 dims with the swizzle of
 // chunk_stream.cuh, for the last ones transposed, in rows of the chunk's 64 or 32 rows.
 //
-// Forward, with chunks of 64 rows × 64 or 128 dims:
-//
-//                     64 dims    128 dims    256 dims
-//   stages of K, V    2 × 8 KB   2 × 16 KB   2 × 16 KB   shared memory: 64 KiB a compute unit
-//   Q, P              16, 16     32, 16      64, 16      registers of a thread
-//   S, O              32, 32     32, 64      32, 128
-//   rows on the way   8          16          16
-//
 // Source: AMD Matrix Instruction Calculator 1.3 (layouts); ROCm/FlyDSL, FMHA kernels (transposed
 // products).
 #pragma once
-
-#define FORWARD_WAVES 4
-#define FORWARD_WARPS FORWARD_WAVES
-#define FORWARD_THREADS (64 * FORWARD_WAVES)
-#define FORWARD_STAGES 2
-// Waves of a SIMD unit: with 256 dims, O and Q need more than half of its registers.
-#define FORWARD_BLOCKS (ANNULUS_DIM <= 128 ? 2 : 1)
 
 // Eight elements of a lane's row for each 16 dims: dims 16·c + 8·(lane / 32) + 0 … 7.
 struct RowFragments {
@@ -55,6 +40,12 @@ DEVICE void mma_32x32x16(float (*acc)[4], const u32 (&left)[4], const u32 (&righ
 #endif
 }
 
+// Rows of a chunk of which a wave multiplies 8·columns: all of them, or 16 of 64 (forward_decode).
+template <u32 columns>
+DEVICE constexpr u32 chunk_rows() {
+    return columns == 2 ? 64 : 8 * columns;
+}
+
 // Offset of rows 4·piece … of a dim of a transposed chunk of `rows` rows: pieces of 8 bytes,
 // swizzled so that the lanes of a load, and those of a store, are spread over all banks.
 template <u32 rows>
@@ -67,13 +58,25 @@ DEVICE u32 transposed_at(u32 dim, u32 piece) {
 template <u32 columns>
 DEVICE void panel_nt(float (&scores)[1][columns][4], const u32 (*left_panel)[4],
                      const u16* right_panel, const RowLane& lane) {
-    const u32 own = recomputed(lane.lane), row = own % 32, half = own / 32;
+    const u32 own = recomputed(lane.lane), half = own / 32;
+    // of 16 columns: the others, those of the same rows again, are of no use
+    const bool is_half = columns == 2;
+    const u32 row = own % (is_half ? 16 : 32);
+    float both[4][4] = {};
+    if (is_half) UNROLL for (u32 e = 0; e < 8; ++e) both[e / 4][e % 4] = scores[0][e / 4][e % 4];
     UNROLL for (u32 c = 0; c < CHUNK / 16; ++c)
-        UNROLL for (u32 n = 0; n < columns / 4; ++n) {
+        UNROLL for (u32 n = 0; n < (columns + 2) / 4; ++n) {
             u32 right[4];
             load_shared_16(right, right_panel + swizzled(32 * n + row, 16 * c + 8 * half));
-            mma_32x32x16(scores[0] + 4 * n, right, left_panel[c]);
+            mma_32x32x16(is_half ? both : scores[0] + 4 * n, right, left_panel[c]);
         }
+    if (is_half) UNROLL for (u32 e = 0; e < 8; ++e) scores[0][e / 4][e % 4] = both[e / 4][e % 4];
+}
+
+// The rows of a panel that a product adds, which are columns of a transposed chunk: see warp_panel.
+template <typename RightStream>
+DEVICE const u16* summed_panel(const u16* chunk, u32 panel, const RowLane&) {
+    return chunk + panel % RightStream::panels * RightStream::rows * CHUNK;
 }
 
 // As in row_tiles.cuh: acc += left·right on scalar units, of elements that are not finite. Four
@@ -81,6 +84,7 @@ DEVICE void panel_nt(float (&scores)[1][columns][4], const u32 (*left_panel)[4],
 template <u32 columns>
 DEVICE void nn_nonfinite_fixup(PanelAccumulators<1>& acc, u32 (&left)[1][columns][2],
                                const u16* right_panel, const RowLane& lane) {
+    const u32 first = lane.first_column / 4;
     NOT_UNROLLED for (u32 n = 0; n < CHUNK / 8; ++n) {
         NOT_UNROLLED for (u32 group = 0; group < columns; ++group) {
             // the two lanes of a row exchange their pairs; both add in the order of columns
@@ -93,7 +97,8 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<1>& acc, u32 (&left)[1][columns
                     UNROLL for (u32 e = 0; e < 4; ++e) {
                         const u32 dim = 8 * n + lane.column + e;
                         const u16 right =
-                            right_panel[transposed_at<8 * columns>(dim, 2 * group + owner) + c];
+                            right_panel[transposed_at<chunk_rows<columns>()>(
+                                            dim, first + 2 * group + owner) + c];
                         if (element != MASKED && !is_element_finite(right))
                             acc[0][0][e] =
                                 multiply_add(widen(element), widen(right), acc[0][0][e]);
@@ -111,7 +116,8 @@ DEVICE void nn_nonfinite_fixup(PanelAccumulators<1>& acc, u32 (&left)[1][columns
 template <bool finite_only, u32 columns>
 DEVICE void panel_nn_products(PanelAccumulators<1>& acc, const u32 (&left)[1][columns][2],
                               const u16* right_panel, const RowLane& lane) {
-    const u32 own = recomputed(lane.lane), row = own % 32, half = own / 32;
+    const u32 own = recomputed(lane.lane), row = own % 32;
+    const u32 first = lane.first_column / 4 + own / 32;
     UNROLL for (u32 y = 0; y < columns / 2; ++y) {
         const u32 probs[4] = {left[0][2 * y][0], left[0][2 * y][1], left[0][2 * y + 1][0],
                               left[0][2 * y + 1][1]};
@@ -119,8 +125,8 @@ DEVICE void panel_nn_products(PanelAccumulators<1>& acc, const u32 (&left)[1][co
             u32 right[4];
             UNROLL for (u32 part = 0; part < 2; ++part)
                 load_shared_8(right + 2 * part,
-                              right_panel + transposed_at<8 * columns>(
-                                                32 * n + row, 4 * y + 2 * part + half));
+                              right_panel + transposed_at<chunk_rows<columns>()>(
+                                                32 * n + row, 4 * y + 2 * part + first));
             if (finite_only)
                 UNROLL for (u32 index = 0; index < 4; ++index)
                     right[index] = finite_pair(right[index]);
@@ -155,7 +161,7 @@ struct RowsOnTheWay {
     static METHOD u32 dim() { return number() % across * elements; }
 
     // Loads from an operand, whose first element of the chunk is `from`, with `left_rows` rows and
-    // `left_dims` dims from there on; zeros beyond the ends. `aligned`: by loads of 4, 8 or 16 bytes.
+    // `left_dims` dims from there on; zeros beyond the ends. `aligned`: 4, 8 or 16 bytes at once.
     METHOD void load(const u16* from, i64 row_step, i64 step, u32 left_rows, u32 left_dims,
                      bool aligned) {
         from += i64(row()) * row_step + i64(dim()) * step;
@@ -378,8 +384,8 @@ struct PairStream {
 };
 
 // Scale of the left operand of the last product of a backward pass: f16 has too few exponents for
-// dX, and matrix units of gfx90a flush its subnormal numbers. Each row has a power of two that brings
-// its largest element so far to 2¹⁴ … 2¹⁵; `acc` is multiplied by it, too.
+// dX, and matrix units of gfx90a flush its subnormal numbers. Each row has a power of two that
+// brings its largest element so far to 2¹⁴ … 2¹⁵; `acc` is multiplied by it, too.
 struct LeftScale {
 #if ANNULUS_DTYPE == 3
     // Of the largest element, with the bias of f32: at least 2⁻¹¹², so that scales are normal.
@@ -415,30 +421,6 @@ struct LeftScale {
 #endif
 };
 
-// Division of a tile among the waves of a block, each with all keys of its rows.
-template <u32>
-struct RowsShape {
-    static const u32 row_tiles = 1, keys = TILE, columns = keys / 8;
-    static const bool divides_keys = false;
-    static const u32 rows = WARP_ROWS * FORWARD_WAVES, keys_at_once = keys;
-
-    typedef TileIterator Tiles;
-    typedef Stream<FORWARD, FORWARD_THREADS, FORWARD_STAGES, keys> KeyStream;
-    typedef RowScores<row_tiles, columns> Scores;
-    typedef RowPairs<row_tiles, columns> Probs;
-    typedef VisibleBits<row_tiles> Visible;
-    typedef RowAccumulators<row_tiles> Accumulators;
-    typedef RowState<row_tiles> State;
-
-    // Dynamic shared memory of a block, as in `Variant::dynamic_shared_bytes` (src/variant.rs).
-    struct Storage {
-        u16 stages[FORWARD_STAGES * KeyStream::stage_elements];
-    };
-    typedef RowFragments Queries;
-    static METHOD Queries queries(Storage&) { return {}; }
-};
-static_assert(FORWARD_BLOCKS * sizeof(RowsShape<0>::Storage) <= 64 * 1024, "shared memory");
-
 // Loads a lane's part of `row`, which is in an operand, or zeros if not; zeros beyond its dims.
 DEVICE void load_row(RowFragments& to, const u16* row, bool exists, const Operand& operand,
                      bool aligned) {
@@ -458,16 +440,4 @@ DEVICE void load_row(RowFragments& to, const Operand& operand, u32 row) {
     const bool exists = row < operand.rows;
     load_row(to, operand.at + (exists ? i64(row) * operand.row : 0), exists, operand,
              operand.aligned);
-}
-
-// Loads a lane's part of its row of Q.
-template <typename Shape>
-DEVICE void load_query_rows(RowFragments& to, const Operand& operand, u32 first_query,
-                            const Attention& a) {
-    const RowLane lane = row_lane_of_thread<1>(thread_index() / 64);
-    const PackedRow packed = packed_row<Shape::rows>(a, 0, lane.row_of(0, 0));
-    const bool exists = packed.exists && first_query + packed.query < operand.rows;
-    const u16* row = operand.at;
-    if (exists) row += i64(first_query + packed.query) * operand.row + i64(packed.h) * a.q.head;
-    load_row(to, row, exists, operand, operand.aligned && a.q.head % 8 == 0);
 }

@@ -116,8 +116,8 @@ DEVICE void store_shared_8(u16* to, u32 first, u32 second) {
     *reinterpret_cast<Words2*>(to) = Words2{first, second};
 }
 
-// Loads 4, 8 or 16 bytes of global memory, at a multiple of as many bytes; zeros if not `inside`. The
-// compiler does not find out that an address from the arguments is not one of shared memory.
+// Loads 4, 8 or 16 bytes of global memory, at a multiple of as many bytes; zeros if not `inside`.
+// The compiler does not find out that an address from the arguments is not one of shared memory.
 typedef __attribute__((address_space(1))) const u32 GlobalWord;
 typedef __attribute__((address_space(1))) const Words2 GlobalWords2;
 typedef __attribute__((address_space(1))) const Words4 GlobalWords4;

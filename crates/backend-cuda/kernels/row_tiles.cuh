@@ -262,9 +262,19 @@ DEVICE const u16* warp_panel(const u16* chunk, u32 panel, const RowLane& lane) {
     return chunk + (panel % RightStream::panels * RightStream::rows + lane.first_column) * CHUNK;
 }
 
-// scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` is in shared memory,
-// in panels of `rows` rows × 64 dims (on AMD GPUs in registers). Of a chunk's rows, which are the columns of the product, a warp multiplies
-// those from lane.first_column on.
+#ifndef ANNULUS_AMD
+
+// As warp_panel, for a product that adds over the rows.
+template <typename RightStream>
+DEVICE const u16* summed_panel(const u16* chunk, u32 panel, const RowLane& lane) {
+    return warp_panel<RightStream>(chunk, panel, lane);
+}
+
+#endif
+
+// scores ← left·rightᵀ over the next chunks of the stream, of this phase. `left` is in shared
+// memory, in panels of `rows` rows × 64 dims (on AMD GPUs in registers). Of a chunk's rows, which
+// are the columns of the product, a warp multiplies those from lane.first_column on.
 template <u32 rows, u32 phase, u32 row_tiles, u32 columns, typename Left, typename RightStream>
 DEVICE void gemm_nt(float (&scores)[row_tiles][columns][4], const Left& left, RightStream& stream,
                     u32 dim, const RowLane& lane, const Attention& a) {
@@ -372,7 +382,7 @@ DEVICE void gemm_nn(RowAccumulators<row_tiles>& acc, u32 (&left)[row_tiles][colu
             right_chunk = stream.template next<phase>(a, fixup);
         }
         if (!lane.has_rows) continue;
-        panel_nn(acc[panel], left, warp_panel<RightStream>(right_chunk, panel, lane), fixup,
+        panel_nn(acc[panel], left, summed_panel<RightStream>(right_chunk, panel, lane), fixup,
                  lane);
     }
 }

@@ -57,7 +57,7 @@ impl Cuda {
     /// pass needs as many queries.
     pub const MIN_WARPGROUP_ROWS: usize = 128;
 
-    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`]; by
+    /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::variable`]; by
     /// default at the highest that the GPU and the compiler support.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl Cuda {
             ImageCache::of_user(),
             ordinal,
         )?;
-        Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
+        Level::forced(api)?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
     /// Uses this stream, a caller's perhaps ([`Stream::borrowed`]), with the compiler and at the
@@ -96,7 +96,7 @@ impl Cuda {
         let compiler = compiler(api, || CompilerSymbols::system(api), ImageCache::of_user())?;
         compiler.target(stream.device().gpu())?;
         let made = Self::on(stream, compiler);
-        Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
+        Level::forced(api)?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
     /// As [`Cuda::open`] at the highest supported level, with these functions and this cache.

@@ -7,7 +7,7 @@ use annulus_core::{Dims, GqaPacking, RankShard, TileRun};
 
 use crate::{
     kernels::{Kernels, THREADS, VariantKernels},
-    variant::{DECODE_KERNEL, Family, MATRIX_KERNELS, SPLIT_KERNEL, Variant},
+    variant::{DECODE_KERNEL, MATRIX_KERNELS, SPLIT_KERNEL},
 };
 
 /// See the [module](self).
@@ -39,11 +39,8 @@ impl ForwardTiles {
                 ([variant.forward_on_warpgroups(); 2], variant.tile())
             }
             (None, None) => (["forward"; 2], general.tile()),
-            (None, Some(matrix))
-                if matrix.variant.family == Family::General
-                    && queries * group <= Variant::DECODE_ROWS =>
-            {
-                ([DECODE_KERNEL; 2], general.decode_tile())
+            (None, Some(matrix)) if queries * group <= matrix.variant.decode_tile()[0] => {
+                ([DECODE_KERNEL; 2], matrix.variant.decode_tile())
             }
             (None, Some(matrix)) => {
                 let [forward, ..] = MATRIX_KERNELS;
@@ -161,6 +158,7 @@ pub(crate) const fn partial_sums(value_dim: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variant::Variant;
 
     #[test]
     fn kernels_divide_rows_by_heads_exactly() {

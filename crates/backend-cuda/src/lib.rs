@@ -27,7 +27,7 @@
 //! 16-bit elements on warpgroups: two or three consumers compute with `wgmma`, one producer loads
 //! tiles by TMA into a multi-stage pipeline. Barriers, descriptors and swizzles are tested on the
 //! emulator, and every variant compiles without spills. It is the default where GPU, driver and
-//! compiler support it; [`Level::VARIABLE`] and [`Cuda::at_level`] choose another level.
+//! compiler support it; [`Level::variable`] and [`Cuda::at_level`] choose another level.
 //!
 //! Blocks and accumulators stay on the device across the ring. A warm pass sends only kernel
 //! launches from the host, because the block-sparse mask of every block is cached on the device.

@@ -3,7 +3,7 @@
 //!
 //! GPU features that the kernels use.
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 
 use annulus_core::{DType, Error, Result, Spec};
 use annulus_device_cuda::{Api, Architecture, Compiler, Device, Gpu, ImageKind};
@@ -19,7 +19,7 @@ pub(crate) const MATRIX_KERNELS: [&str; 3] =
 /// Forward kernel on tensor cores for several ranges of keys, above 64 dims.
 pub(crate) const SPLIT_KERNEL: &str = "forward_matrix_split";
 
-/// Forward kernel on tensor cores for up to [`Variant::DECODE_ROWS`] rows.
+/// Forward kernel on tensor cores for the few rows of [`Variant::decode_tile`].
 pub(crate) const DECODE_KERNEL: &str = "forward_decode";
 
 /// Backward kernels on warpgroups.
@@ -197,19 +197,16 @@ impl Variant {
 
     /// Rows (queries, in the forward pass perhaps pairs of query and head) and keys per tile of the
     /// kernels on tensor cores whose left operand is queries; `ForwardShape::rows` of
-    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`, and
-    /// `RowsShape::rows` of `kernels/matrix_amd.cuh`.
+    /// `kernels/forward_matrix.cuh`, `QUERIES_ROWS` of `kernels/backward_queries_matrix.cuh`.
     pub(crate) const fn queries_matrix_tile(self) -> [usize; 2] {
         let has_wide_rows = self.dim <= 128 || matches!(self.family, Family::Mfma);
         [if has_wide_rows { 128 } else { 64 }, self.tile()[1]]
     }
 
-    /// Rows per tile of `forward_decode`: one MMA tile.
-    pub(crate) const DECODE_ROWS: usize = 16;
-
-    /// Rows and keys per tile of `forward_decode`; `DecodeShape` of `kernels/forward_matrix.cuh`.
+    /// Rows and keys per tile of `forward_decode`, which has the rows of one MMA tile; `DecodeShape`
+    /// of `kernels/forward_matrix.cuh`.
     pub(crate) const fn decode_tile(self) -> [usize; 2] {
-        [Self::DECODE_ROWS, self.tile()[1]]
+        [if matches!(self.family, Family::Mfma) { 32 } else { 16 }, self.tile()[1]]
     }
 
     /// Keys of a block of the dK/dV kernel on tensor cores, whose tiles have
@@ -283,7 +280,7 @@ impl Variant {
                     let stages = Self::matrix_stages(dim, kernel == SPLIT_KERNEL);
                     self.queries_matrix_tile()[0] * dim * 2 + stages * Self::CHUNK_BYTES
                 }
-                DECODE_KERNEL => Self::DECODE_ROWS * dim * 2 + Self::DECODE_STAGE_BYTES,
+                DECODE_KERNEL => self.decode_tile()[0] * dim * 2 + Self::DECODE_STAGE_BYTES,
                 "backward_queries_matrix" => {
                     let rows = self.queries_matrix_tile()[0];
                     2 * rows * dim * 2 + 2 * 64 * 64 * 2 + 2 * rows * 4
@@ -299,8 +296,9 @@ impl Variant {
             Family::Mfma => match kernel {
                 "backward_keys_matrix" => 2 * 32 * dim * 2 + 64 * 32 * 4 + 3 * queries * 4,
                 // two stages, of 64 or 32 rows: see `Stream` of `kernels/matrix_amd.cuh`
-                "forward_matrix" => 2 * 64 * dim.min(128) * 2,
-                _ => 2 * 32 * dim.min(128) * 2,
+                "backward_queries_matrix" => 2 * 32 * dim.min(128) * 2,
+                // or the results of a wave
+                _ => (2 * 64 * dim.min(128) * 2).max(64 * 8 + 32 * dim * 4),
             },
             Family::Warpgroup | Family::WarpgroupEpilogue => {
                 let tiles = queries * dim * 2 + 4 * keys * dim * 2;
@@ -349,7 +347,7 @@ impl Variant {
     pub fn kernels(self, api: Api) -> Vec<&'static str> {
         match self.family {
             Family::General if api == Api::Hip => GENERAL_KERNELS.to_vec(),
-            Family::Mfma => MATRIX_KERNELS.to_vec(),
+            Family::Mfma => MATRIX_KERNELS.into_iter().chain([DECODE_KERNEL]).collect(),
             Family::Warpgroup | Family::WarpgroupEpilogue => vec![self.forward_on_warpgroups()],
             Family::WarpgroupBackward => WARPGROUP_BACKWARD_KERNELS.to_vec(),
             Family::General => {
@@ -432,26 +430,34 @@ impl Level {
     /// All levels, lowest first.
     pub const ALL: [Self; 3] = [Self::Plain, Self::Matrix, Self::Warpgroup];
 
-    /// Environment variable that names the level of [`crate::Cuda::open`].
-    pub const VARIABLE: &'static str = "ANNULUS_CUDA_LEVEL";
+    /// Environment variable that names the level of [`crate::Cuda::open`] or
+    /// [`crate::Cuda::open_hip`].
+    pub const fn variable(api: Api) -> &'static str {
+        match api {
+            Api::Cuda => "ANNULUS_CUDA_LEVEL",
+            Api::Hip => "ANNULUS_HIP_LEVEL",
+        }
+    }
 
-    /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
+    /// Reads the level from the [`Level::variable`] of an interface; `None` if it is not set.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if its value names no level.
-    pub fn forced() -> Result<Option<Self>> {
-        std::env::var_os(Self::VARIABLE).map(|value| Self::named(&value)).transpose()
+    pub fn forced(api: Api) -> Result<Option<Self>> {
+        Self::read(api, |variable| std::env::var_os(variable))
     }
 
-    fn named(value: &OsStr) -> Result<Self> {
+    fn read(api: Api, value_of: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
+        let variable = Self::variable(api);
+        let Some(value) = value_of(variable) else { return Ok(None) };
         let names = Self::ALL.map(Self::name).join(", ");
         let found = Self::ALL.into_iter().find(|level| value == level.name());
-        found.ok_or_else(|| {
-            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
-        })
+        found
+            .map(Some)
+            .ok_or_else(|| Error::invalid(variable, value.display(), format!("one of {names}")))
     }
 
-    /// Name in [`Level::VARIABLE`] and in messages.
+    /// Name in [`Level::variable`] and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -518,12 +524,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_parse_from_their_names_only() {
-        for level in Level::ALL {
-            assert_eq!(Level::named(level.name().as_ref()), Ok(level));
+    fn levels_parse_from_their_names_only_and_each_interface_has_a_variable() {
+        let read = |api, set: &str, value: &str| {
+            Level::read(api, |variable| (variable == set).then(|| value.into()))
+        };
+        for (api, variable, other) in [
+            (Api::Cuda, "ANNULUS_CUDA_LEVEL", "ANNULUS_HIP_LEVEL"),
+            (Api::Hip, "ANNULUS_HIP_LEVEL", "ANNULUS_CUDA_LEVEL"),
+        ] {
+            for level in Level::ALL {
+                assert_eq!(read(api, variable, level.name()), Ok(Some(level)));
+            }
+            assert_eq!(read(api, other, "4"), Ok(None));
+            let error = read(api, variable, "4").unwrap_err();
+            let Error::InvalidArgument { argument, .. } = &error else { panic!("{error}") };
+            assert_eq!(argument, variable);
         }
-        let error = Level::named("4".as_ref()).unwrap_err();
-        let Error::InvalidArgument { argument, .. } = &error else { panic!("{error}") };
-        assert_eq!(argument, Level::VARIABLE);
     }
 }

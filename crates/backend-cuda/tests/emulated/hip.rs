@@ -107,10 +107,12 @@ fn options_hold_on_matrix_cores() {
             .unwrap_or_else(|wrong| panic!("{name}: {wrong}"));
     }
     // a bias, slope, sinks and dropout of every head; several heads in a tile; ranges of keys
-    for (q_len, kv_len) in [(70, 150), (5, 700)] {
-        let dims = Dims { kv_len, kv_heads: 2, ..Dims::new(2, q_len, 6, 80) };
+    for (q_len, kv_len, dim, dtype) in
+        [(70, 150, 80, DType::Bf16), (10, 700, 80, DType::Bf16), (3, 150, 256, DType::F16)]
+    {
+        let dims = Dims { kv_len, kv_heads: 2, ..Dims::new(2, q_len, 6, dim) };
         let causal = Masks { causal: true, ..Masks::default() };
-        let case = every_feature(dims, causal, DType::Bf16);
+        let case = every_feature(dims, causal, dtype);
         suite::answer(&matrix::<0x942>(), &case, &Setting::ALONE)
             .unwrap_or_else(|wrong| panic!("{q_len} queries: {wrong}"));
     }
@@ -210,14 +212,18 @@ fn level_matrix_serves_16_bit_elements_on_cdna_gpus() {
     assert_eq!(variant(|spec| spec.normalize = false, DType::Bf16), "bf16 64");
     assert_eq!(variant(dropped, DType::F16), "f16 64");
     assert_eq!(variant(dropped, DType::Bf16), "bf16 64 mfma");
-    let kernels = ["forward_matrix", "forward", "backward_queries_matrix", "backward_queries"];
-    let case = |dtype| {
-        let spec = Spec::new(Dims::new(1, 130, 2, 64), DType::F64);
-        Case::new("kernels", spec, Masks::default(), &mut Draw::new(3)).in_dtype(dtype)
+    let kernels =
+        ["forward_matrix", "forward_decode", "forward", "backward_queries_matrix", "backward_keys"];
+    let launched = |queries, dtype| {
+        let dims = Dims { kv_len: 130, kv_heads: 1, ..Dims::new(1, queries, 2, 64) };
+        let spec = Spec::new(dims, DType::F64);
+        let case = Case::new("kernels", spec, Masks::default(), &mut Draw::new(3));
+        blocks(&case.in_dtype(dtype), &Setting::ALONE, kernels, open).unwrap()
     };
-    let launched = |dtype| blocks(&case(dtype), &Setting::ALONE, kernels, open).unwrap();
-    assert_eq!(launched(DType::Bf16), [4, 0, 4, 0]);
-    assert_eq!(launched(DType::F32), [0, 6, 0, 6]);
+    assert_eq!(launched(130, DType::Bf16), [3, 0, 0, 4, 0]);
+    assert_eq!(launched(17, DType::Bf16), [1, 0, 0, 2, 0]);
+    assert_eq!(launched(16, DType::Bf16), [0, 1, 0, 2, 0]);
+    assert_eq!(launched(130, DType::F32), [0, 0, 6, 0, 3]);
 }
 
 #[test]

@@ -51,6 +51,19 @@ fn few_rows(dims: [usize; 2]) -> Case {
     rows(8, 523, dims)
 }
 
+/// A case of few rows that shows a mistake.
+pub(super) fn few_rows_of(of: Of) -> (Case, Setting) {
+    match of {
+        Of::FewPairs => {
+            let causal = Masks { causal: true, ..Masks::default() };
+            (rows(8, 70, FEW_DIMS).masked(causal), Setting::ALONE)
+        }
+        Of::State => (few_rows(FEW_DIMS), Setting::new(4, Layout::Contiguous)),
+        // three tiles: the last values are in a stage that the results of the warps replace
+        _ => (rows(8, 190, [104, 120]), Setting::ALONE),
+    }
+}
+
 /// A case whose keys are divided into ranges, of more rows.
 fn ranges(dims: [usize; 2]) -> Case {
     rows(20, 523, dims)
@@ -190,16 +203,9 @@ pub(super) static DECODE: Table = Table {
     checks: &[Check {
         name: "few rows",
         sign: |mistake| Some(mistake.sign),
-        verdict: |of, planted| match of {
-            Of::FewPairs => {
-                let causal = Masks { causal: true, ..Masks::default() };
-                verdict(&rows(8, 70, FEW_DIMS).masked(causal), planted)
-            }
-            Of::State => {
-                verdict_on(&few_rows(FEW_DIMS), &Setting::new(4, Layout::Contiguous), planted)
-            }
-            // three tiles: the last values are in a stage that the results of the warps replace
-            _ => verdict(&rows(8, 190, [104, 120]), planted),
+        verdict: |of, planted| {
+            let (case, setting) = few_rows_of(of);
+            verdict_on(&case, &setting, planted)
         },
         seeds: ORDERS,
     }],
@@ -217,7 +223,7 @@ pub(super) static DECODE: Table = Table {
                 "1.0f";
         Stages: "results of a warp that replace values in use", "out[" =>
             WARPS: "«barrier();»
-    if (warp > 0) {" => "";
+    if (warps == 2" => "";
         Stages: "results that are read before they are written", "out[" =>
             WARPS: "«barrier();»
     if (warp > 0) return" => "";

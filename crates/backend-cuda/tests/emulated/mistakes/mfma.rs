@@ -8,7 +8,7 @@ use annulus_cuda_emulator as emulator;
 
 use super::{
     Check, DEADLOCK, DEFAULT_ORDER, Edit, Mistake, Of, Planted, Table,
-    general::{ORDERS, causal},
+    general::{self, ORDERS, causal, few_rows_of},
 };
 use crate::{
     common::staged,
@@ -38,6 +38,20 @@ fn verdict(case: &Case, planted: Planted) -> Result<(), String> {
     checked(planted, |subject| suite::answer(subject, case, &Setting::ALONE).map(drop))
 }
 
+/// Of few rows, whose waves divide the keys of a tile: the same text as on tensor cores.
+pub(super) static DECODE: Table = Table {
+    checks: &[Check {
+        name: "few rows",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |of, planted| {
+            let (case, setting) = few_rows_of(of);
+            checked(planted, |subject| suite::answer(subject, &case, &setting).map(drop))
+        },
+        seeds: ORDERS,
+    }],
+    mistakes: general::DECODE.mistakes,
+};
+
 pub(super) static FORWARD: Table = Table {
     checks: &[
         Check {
@@ -59,7 +73,7 @@ pub(super) static FORWARD: Table = Table {
         Panels: "the other half of the lanes in K", "out[" =>
             MFMA: "«16 * c + 8 * half»)" => "16 * c + 8 * (half ^ 1)";
         Panels: "the other half of the lanes in V", "out[" =>
-            MFMA: "«4 * y + 2 * part + half»" => "4 * y + 2 * part + (half ^ 1)";
+            MFMA: "lane.first_column / 4 + «own / 32»" => "(own / 32 ^ 1)";
         Panels: "the wrong bytes of a pair of keys", "out[" =>
             MFMA: "«first >> 16 | (second & 0xffff0000u)»" => "first >> 16 | second << 16";
         Panels: "no barrier between the stores of a stage and its use", "out[" =>

@@ -202,6 +202,7 @@ family! { GENERAL:
 family! { MFMA:
     mistakes_in_forward_on_matrix_cores_are_caught => mfma::FORWARD,
     mistakes_in_backward_on_matrix_cores_are_caught => mfma::BACKWARD,
+    mistakes_with_few_rows_on_matrix_cores_are_caught => mfma::DECODE,
 }
 
 /// A mistake of a table without a check for it would be compiled in, and never run.
