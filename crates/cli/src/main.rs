@@ -11,7 +11,15 @@
 //! | 128 + n | ended by signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM |
 #![forbid(unsafe_code)]
 
-mod arguments;
+/// Types of the command line's values, and its errors.
+mod arguments {
+    pub(crate) mod mask;
+    pub(crate) mod names;
+    #[rustfmt::skip]
+    pub(crate) mod option_flags;
+    pub(crate) mod ring;
+    pub(crate) mod values;
+}
 mod attend;
 mod backend;
 mod bench;
@@ -107,7 +115,7 @@ impl CompletionsFlags {
 }
 
 fn main() -> ExitCode {
-    let mut definition = arguments::with_negative_numbers(CommandLine::command());
+    let mut definition = with_negative_numbers(CommandLine::command());
     let parsed = definition.try_get_matches_from_mut(std::env::args_os()).and_then(|matches| {
         let line = CommandLine::from_arg_matches(&matches)?;
         Ok((line.command, names::paths(&definition, &matches)))
@@ -166,6 +174,17 @@ fn refuse(error: &clap::Error) -> ExitCode {
         return ExitCode::FAILURE;
     }
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// Allows negative numbers as values of all flags, so that the flag's parser refuses them with a
+/// message that names the flag.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    command
+        .mut_args(|argument| {
+            let takes_value = argument.get_action().takes_values();
+            if takes_value { argument.allow_negative_numbers(true) } else { argument }
+        })
+        .mut_subcommands(with_negative_numbers)
 }
 
 #[cfg(test)]

@@ -8,10 +8,9 @@
 //! | noun | file |
 //! |---|---|
 //! | [`Subject`], [`Setting`], [`Facade`]; one rank of it: [`PlanSubject`] | `subject.rs` |
-//! | any backend × transport: [`RingSubject`] | `ring_subject.rs`, `memory.rs` |
+//! | any backend × transport: [`RingSubject`] | `ring_subject.rs`, `ring_subject.rs` |
 //! | invented placements of ranks on nodes: [`Placed`]; planted mistakes: [`Altered`] | `subjects.rs` |
 
-mod memory;
 mod ring_subject;
 mod subject;
 pub mod subjects;
@@ -23,7 +22,7 @@ pub use annulus_mock_device as device;
 pub use annulus_test_cases::{
     Answer, Case, Draw, Judge, Masks, Truth, epsilon, facade::compute, golden, plain,
 };
-pub use memory::{HostMemory, HostTensor, TensorMemory};
+pub use ring_subject::{HostMemory, HostTensor, TensorMemory};
 pub use ring_subject::{RankSetup, RingSubject};
 pub use subject::{Facade, FacadeOn, PlanSubject, Setting, Subject};
 pub use subjects::{Altered, Crossings, Placed};

@@ -15,15 +15,14 @@
 //! | [`Judge`], and the plain computation that bounds the error: [`plain()`] | `judge.rs`, `plain.rs` |
 
 mod case;
-mod draw;
 pub mod facade;
 pub mod golden;
 mod judge;
 mod plain;
 mod random;
 
+pub use case::Draw;
 pub use case::{Answer, Case, Masks, Truth};
-pub use draw::Draw;
 pub use facade::RankAnswer;
 pub use judge::{Expected, WrongArray};
 pub use judge::{Judge, epsilon};

@@ -3,23 +3,22 @@
 //! that is chosen by name.
 
 use annulus::{
-    Attention, Cache, CacheShape, DType, Dims, Division, Element, Layout, LocalRing, Plan, Result,
-    Runtime, Setup, SinkShape, Tensors,
+    Attention, Cache, CacheShape, DType, Dims, Element, LocalRing, Plan, Result, Runtime, Setup,
+    Tensors,
     backend::{AnyBackend, BackendName, Cpu},
 };
 use annulus_comm::{
     Deadline,
     mpi::{Mpi, Settings},
-    threads,
 };
 use annulus_conformance::{
     Answer, Case, Crossings, Draw, FacadeOn, HostMemory, Judge, Placed, PlanSubject, RankSetup,
     RingSubject, Setting, Subject, subjects,
     suite::{self, kv_cache::Sequence},
 };
-use annulus_core::{BackwardMode, Host, Placement, Runs, Transport, index};
+use annulus_core::{BackwardMode, Host, Placement, Transport};
 use annulus_plan::Route;
-use ndarray::{Array2, Array4, ArrayViewMutD, Axis, s};
+use ndarray::{ArrayViewMutD, s};
 
 use crate::{Harness, Verdict, ensure};
 
