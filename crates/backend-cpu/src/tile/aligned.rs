@@ -13,8 +13,8 @@ pub(crate) const fn list_bytes<T>(list: &Vec<T>) -> usize {
 
 /// Requests large pages, 2 MiB on Linux, for memory of at least 4 MiB that nothing has accessed yet.
 ///
-/// Otherwise the first access to each 4 KiB is a page fault of about 1 µs: those of 32 MiB take ten
-/// times as long as copying rows into them. A hint, without effect elsewhere.
+/// Otherwise the first access to each 4 KiB is a page fault of about 1 µs: those of 32 MiB take
+/// several times as long as copying rows into them. A hint, without effect elsewhere.
 ///
 /// # Source
 /// NumPy advises the system in the same way, from the same size on.
