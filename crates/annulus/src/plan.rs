@@ -12,7 +12,7 @@ use annulus_core::{
     ViewMut, index, max_and_sum, memory,
 };
 use annulus_plan::{Layout, Route, Schedule, Strategy, Work};
-use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
+use ndarray::{Array, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis, IntoDimension};
 
 use crate::{
     Backward, BackwardViewMut, Division, Forward, ForwardView, ForwardViewMut, Runtime, Setup,
@@ -629,6 +629,16 @@ impl<S: Space> std::fmt::Display for Plan<S> {
     }
 }
 
+/// Returns a tensor of zeros, in large pages where possible.
+pub(crate) fn zeros<T: Element, S: IntoDimension>(
+    what: &str,
+    shape: S,
+) -> Result<Array<T, S::Dim>> {
+    let zeros = memory::zeros(what, shape)?;
+    annulus_cpu::prefer_large_pages(zeros.as_slice_memory_order().unwrap_or_default());
+    Ok(zeros)
+}
+
 /// Zeros of the shapes of the outputs of `q_len` queries, with `has_residual` also of the rounding
 /// residual of out.
 pub(crate) fn zero_outputs<T: Element>(
@@ -637,7 +647,7 @@ pub(crate) fn zero_outputs<T: Element>(
     has_residual: bool,
 ) -> Result<Forward<T>> {
     let Dims { batch, q_heads, value_dim, .. } = spec.dims;
-    let residual = || memory::zeros("out_residual", (batch, q_len, q_heads, value_dim));
+    let residual = || zeros("out_residual", (batch, q_len, q_heads, value_dim));
     let statistics = |name| memory::zeros(name, (batch, q_heads, q_len));
     Ok(Forward {
         max: Some(statistics("max")?),
@@ -660,7 +670,7 @@ pub(crate) fn zero_outputs<T: Element>(
 pub(crate) fn zero_results<T: Element>(spec: &Spec, q_len: usize) -> Result<Forward<T>> {
     let Dims { batch, q_heads, value_dim, .. } = spec.dims;
     Ok(Forward {
-        out: memory::zeros("out", (batch, q_len, q_heads, value_dim))?,
+        out: zeros("out", (batch, q_len, q_heads, value_dim))?,
         lse: memory::zeros("lse", (batch, q_heads, q_len))?,
         max: None,
         sum: None,
@@ -678,9 +688,9 @@ pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Bac
     let dsinks =
         |sinks: &ArrayView2<'_, T::Accumulator>| memory::zeros("dsoftmax_aux", sinks.dim());
     Ok(Backward {
-        dq: memory::zeros("dq", q.dim())?,
-        dk: memory::zeros("dk", k.dim())?,
-        dv: memory::zeros("dv", v.dim())?,
+        dq: zeros("dq", q.dim())?,
+        dk: zeros("dk", k.dim())?,
+        dv: zeros("dv", v.dim())?,
         dbias: bias.as_ref().map(|bias| memory::zeros("dbias", bias.dim())).transpose()?,
         dsoftmax_aux: softmax_aux.as_ref().map(dsinks).transpose()?,
         reports: Vec::new(),

@@ -1,13 +1,13 @@
 //! The rows of one rank as parts of whole tensors: borrowed in place if the layout permits, else
 //! copied.
 
-use annulus_core::{Element, Result, Runs, index, memory};
+use annulus_core::{Element, Result, Runs, index};
 use ndarray::{
     ArrayView, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut, Axis, CowArray, Dimension, Ix3,
     Ix4, RemoveAxis, Slice,
 };
 
-use crate::{ForwardView, Tensors};
+use crate::{ForwardView, Tensors, plan::zeros};
 
 /// One rank's rows of the inputs of a forward pass: views, or copies if the rows are several runs.
 pub(crate) struct RankTensors<'a, T: Element> {
@@ -142,7 +142,7 @@ pub(crate) fn get_rows<'a, T: Element, D: Dimension + RemoveAxis>(
     }
     let mut shape = array.raw_dim();
     shape[axis.index()] = index(rows.len());
-    let mut own = memory::zeros(name, shape)?;
+    let mut own = zeros(name, shape)?;
     for (first, count, slice) in slices(rows) {
         let into = Slice::new(first as isize, Some((first + count) as isize), 1);
         own.slice_axis_mut(axis, into).assign(&array.slice_axis(axis, slice));

@@ -120,4 +120,5 @@ pub use backend::id as numerics_id;
 pub use pass::{CpuBackward, CpuForward};
 pub use simd::isa::Isa;
 pub use simd::tile_unit::amx;
+pub use tile::aligned::prefer_large_pages;
 pub use workspace::state::CpuWorkspace;

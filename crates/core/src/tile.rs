@@ -158,6 +158,8 @@ pub struct QueryTile {
     /// Consecutive rows with one segment id (0 without segment ids): the id, and the row after
     /// them.
     segments: Vec<(i64, usize)>,
+    /// Blocks of [`LISTED_BLOCK`] key rows that have a listed key of some row, ascending.
+    listed: Vec<u32>,
     /// Bounds of the keys of all rows. Tiles of keys outside are empty.
     pub(crate) bounds: TileBounds,
     /// Key positions that every row attends to if its segment id equals the key's. Tiles of keys
@@ -175,11 +177,15 @@ impl Default for QueryTile {
             range_ends: Vec::new(),
             is_bound: Vec::new(),
             segments: Vec::new(),
+            listed: Vec::new(),
             bounds: TileBounds::default(),
             common: KeyIntervals::nothing(),
         }
     }
 }
+
+/// Key rows of a block of [`QueryTile::lists_any`].
+const LISTED_BLOCK: u32 = 64;
 
 impl QueryTile {
     /// Returns the heap bytes.
@@ -188,6 +194,7 @@ impl QueryTile {
             + self.range_ends.capacity() * size_of::<u32>()
             + self.is_bound.capacity()
             + self.segments.capacity() * size_of::<(i64, usize)>()
+            + self.listed.capacity() * size_of::<u32>()
             + self.bounds.intervals.bytes()
             + self.common.bytes()
     }
@@ -206,6 +213,7 @@ impl QueryTile {
         self.range_ends.clear();
         self.is_bound.clear();
         self.segments.clear();
+        self.listed.clear();
         self.bounds = TileBounds::default();
         self.common = KeyIntervals::nothing();
     }
@@ -220,6 +228,24 @@ impl QueryTile {
             Some((last, last_end)) if *last == segment => *last_end = end,
             _ => self.segments.push((segment, end)),
         }
+    }
+
+    /// Notes the listed keys of all rows, those of each row ascending.
+    pub(crate) fn note_listed(&mut self, keys: impl Iterator<Item = u32>) {
+        for block in keys.map(|key| key / LISTED_BLOCK) {
+            if self.listed.last() != Some(&block) {
+                self.listed.push(block);
+            }
+        }
+        self.listed.sort_unstable();
+        self.listed.dedup();
+    }
+
+    /// Returns false if no row has a listed key among the key rows from `first` to `last`.
+    pub(crate) fn lists_any(&self, first: u64, last: u64) -> bool {
+        let [first, last] = [first, last].map(|key| key / u64::from(LISTED_BLOCK));
+        let next = self.listed.partition_point(|&block| u64::from(block) < first);
+        self.listed.get(next).is_some_and(|&block| u64::from(block) <= last)
     }
 
     /// Returns true if all rows were added.

@@ -77,6 +77,9 @@ impl Visibility<'_> {
     pub fn query_tile(&self, batch: usize, head: usize, rows: Range<usize>, into: &mut QueryTile) {
         into.begin(batch, head, rows.clone());
         into.common = KeyIntervals::everything();
+        if let Some(listed) = self.key_lists {
+            into.note_listed(rows.clone().flat_map(|q| listed.keys(batch, head, q)).copied());
+        }
         for q in rows {
             let (intervals, is_bound) = self.intervals(batch, head, q);
             let segment = self.segment(batch, q);
@@ -110,6 +113,13 @@ impl Visibility<'_> {
         }
         if self.has_only_intervals() && tile.attends_to_all(&key_bounds) {
             return TileClass::Full;
+        }
+        let key_rows = &self.keys.rows()[keys.clone()];
+        if self.key_lists.is_some()
+            && self.keys.are_consecutive(keys.clone())
+            && !tile.lists_any(key_rows[0], key_rows[keys.len() - 1])
+        {
+            return TileClass::Empty;
         }
         // between the first and the last key of a patch of a grid lie many that are not in it
         let intervals = &tile.bounds.intervals;

@@ -23,9 +23,9 @@ use crate::{
     },
 };
 
-/// Time of a pair of a merged list, and of another, in units of a pair of a full tile
+/// Time of a pair of a merged list, and of another, in halves of a pair of a partial tile
 /// (`benches/record/lists.md`): rows of scattered lists are in no near cache.
-const MERGED_PAIR_COST: u64 = 5;
+const MERGED_PAIR_COST: u64 = 4;
 const PAIR_COST: u64 = 16;
 
 /// Most pairs of a query whose lists are made from the intervals of a mask: they take 3 KiB for
@@ -99,7 +99,7 @@ impl<A: Real> ListedBlock<A> {
         })?;
         let single = (pairs.len() - merged.pairs) as u64;
         let cost = merged.pairs as u64 * MERGED_PAIR_COST + single * PAIR_COST;
-        let gathers = has_bias || cost < tiles * pairs_of_tile::<A>(shard);
+        let gathers = has_bias || cost < 2 * tiles * pairs_of_tile::<A>(shard);
         self.known = Some((versions, gathers));
         Ok(gathers)
     }
@@ -132,7 +132,8 @@ impl<A: Real> ListedBlock<A> {
             let sample = shard.visibility(&shard.queries, &shard.keys).sample_intervals(TILE);
             sample.is_some_and(|[pairs, tiles]| {
                 pairs <= MOST_PAIRS * TILE
-                    && (pairs as u64) * MERGED_PAIR_COST < tiles as u64 * pairs_of_tile::<A>(shard)
+                    && (pairs as u64) * MERGED_PAIR_COST
+                        < 2 * tiles as u64 * pairs_of_tile::<A>(shard)
             })
         })
     }

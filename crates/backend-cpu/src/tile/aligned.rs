@@ -11,6 +11,30 @@ pub(crate) const fn list_bytes<T>(list: &Vec<T>) -> usize {
     list.capacity() * size_of::<T>()
 }
 
+/// Requests large pages, 2 MiB on Linux, for memory of at least 4 MiB that nothing has accessed yet.
+///
+/// Otherwise the first access to each 4 KiB is a page fault of about 1 µs: those of 32 MiB take
+/// several times as long as copying rows into them. A hint, without effect elsewhere.
+///
+/// # Source
+/// NumPy advises the system in the same way, from the same size on.
+pub fn prefer_large_pages<T>(memory: &[T]) {
+    #[cfg(target_os = "linux")]
+    if size_of_val(memory) >= 4 << 20 {
+        // whole pages of every page size of Linux
+        let pages = 1 << 16;
+        let skipped = memory.as_ptr().addr().next_multiple_of(pages) - memory.as_ptr().addr();
+        let bytes = (size_of_val(memory) - skipped) / pages * pages;
+        // SAFETY: the range lies in `memory`. The advice changes no contents.
+        unsafe {
+            let first = memory.as_ptr().byte_add(skipped);
+            libc::madvise(first.cast_mut().cast(), bytes, libc::MADV_HUGEPAGE);
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    std::hint::black_box(memory);
+}
+
 /// Zeroed elements, the first at an address that is a multiple of 64 bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Aligned<A> {
@@ -22,7 +46,9 @@ pub(crate) struct Aligned<A> {
 impl<A: Real> Aligned<A> {
     pub(crate) fn zeroed(len: usize) -> Result<Self> {
         let spare = A::WIDTH;
-        let elements = memory::filled("the workspace", len.saturating_add(spare), A::ZERO)?;
+        let mut elements = memory::list("the workspace", len.saturating_add(spare))?;
+        prefer_large_pages(elements.spare_capacity_mut());
+        elements.resize(len.saturating_add(spare), A::ZERO);
         // the offset stays valid: the Vec is never resized, so its memory does not move
         let first = elements.as_ptr().align_offset(64).min(spare);
         Ok(Self { elements, first, len })
