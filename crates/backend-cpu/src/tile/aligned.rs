@@ -32,7 +32,7 @@ pub fn prefer_large_pages<T>(memory: &[T]) {
         }
     }
     #[cfg(not(target_os = "linux"))]
-    std::hint::black_box(memory);
+    let _ = memory;
 }
 
 /// Zeroed elements, the first at an address that is a multiple of 64 bytes.
