@@ -33,7 +33,7 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
     fn list_bias_gradient(&self) -> Option<Vec<f64>>;
-    fn set_list_bias_direction(&mut self, direction: Vec<f64>);
+    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>);
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     fn on_step(&mut self, hook: StepHook);
@@ -132,7 +132,7 @@ where
         self.list_bias_gradient()
     }
 
-    fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
+    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
         self.set_list_bias_direction(direction);
     }
 
@@ -213,7 +213,7 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
         RankFigures { buffer_bytes: self.buffer_bytes(), ..figures_of_ring(self.ring()) }
     }
 
-    fn set_list_bias_direction(&mut self, _: Vec<f64>) {
+    fn set_list_bias_direction(&mut self, _: Option<Vec<f64>>) {
         // it has refused the lists
     }
 

@@ -32,6 +32,7 @@ pub struct LocalRing {
     pub(crate) ranks: Vec<Plan>,
     /// Key lists of all queries.
     key_lists: Option<Arc<KeyLists>>,
+    pub(crate) list_bias_direction: Option<Vec<f64>>,
     /// Reports of the last pass, one per rank.
     reports: Vec<Report>,
 }
@@ -81,7 +82,7 @@ impl LocalRing {
         }
         setup.runtime = setup.runtime.of_threads();
         let ranks = each_rank(ring, |rank, endpoint| plan(rank, &setup, endpoint))?;
-        Ok(Self { dims, ranks, key_lists: None, reports: Vec::new() })
+        Ok(Self { dims, ranks, key_lists: None, list_bias_direction: None, reports: Vec::new() })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -160,15 +161,30 @@ impl LocalRing {
     /// # Errors
     /// [`Error::InvalidArgument`] for another number of elements.
     pub fn set_list_bias_direction(&mut self, direction: &[f64]) -> Result<()> {
-        let lists = self.key_lists.as_ref().filter(|lists| lists.len() == direction.len());
-        let Some(lists) = lists else {
-            let got = format!("{} numbers", direction.len());
-            let want = "one for each listed pair";
-            return Err(Error::invalid("direction of key_list_bias", got, want));
-        };
+        self.list_bias_direction = None;
+        self.check_list_bias_direction(direction)?;
+        self.list_bias_direction = Some(direction.to_vec());
+        Ok(())
+    }
+
+    fn check_list_bias_direction(&self, direction: &[f64]) -> Result<()> {
+        if self.key_lists.as_ref().is_some_and(|lists| lists.len() == direction.len()) {
+            return Ok(());
+        }
+        let got = format!("{} numbers", direction.len());
+        Err(Error::invalid("direction of key_list_bias", got, "one for each listed pair"))
+    }
+
+    /// Divides the direction among the ranks, whose next pass takes it. The lists may have changed
+    /// since it was set.
+    pub(crate) fn divide_list_bias_direction(&mut self, direction: Option<Vec<f64>>) -> Result<()> {
+        direction.as_ref().map_or(Ok(()), |direction| self.check_list_bias_direction(direction))?;
         for plan in &mut self.ranks {
-            let part = entries_of(lists, plan.q_rows()).map(|entry| direction[entry]).collect();
-            plan.set_list_bias_direction(part);
+            let of_rank = |(lists, direction): (&KeyLists, &Vec<f64>)| {
+                entries_of(lists, plan.q_rows()).map(|entry| direction[entry]).collect()
+            };
+            let of_rank = self.key_lists.as_deref().zip(direction.as_ref()).map(of_rank);
+            plan.engine.set_list_bias_direction(of_rank);
         }
         Ok(())
     }

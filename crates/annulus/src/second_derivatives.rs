@@ -1,7 +1,7 @@
 //! Second derivatives: the JVP and the double backward of plans and of rings in one process.
 
 use annulus_comm::{ring::Report, threads::each_rank};
-use annulus_core::{Dims, Element, Result, TangentInputs, TangentOutputs, index, memory};
+use annulus_core::{Dims, Element, Error, Result, TangentInputs, TangentOutputs, index, memory};
 use ndarray::{Array3, Array4, ArrayView3, ArrayView4, Axis};
 
 use crate::{
@@ -51,7 +51,13 @@ impl Plan {
     /// # Ordering
     /// Local.
     pub fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
-        self.engine.set_list_bias_direction(direction);
+        self.engine.set_list_bias_direction(Some(direction));
+    }
+
+    /// Refuses a pass that would have taken the direction of the bias of key lists.
+    fn refuse_tangents(&mut self, why: Error) -> Error {
+        self.engine.set_list_bias_direction(None);
+        self.engine.refuse(why)
     }
 
     /// Computes out, lse and their derivatives along `tangents`, by forward-mode differentiation. A
@@ -78,7 +84,7 @@ impl Plan {
         tangents: &Tensors<'_, T>,
     ) -> Result<Jvp<T>> {
         let zeros = zero_jvp(self);
-        let mut jvp = zeros.map_err(|error| self.engine.refuse(error))?;
+        let mut jvp = zeros.map_err(|error| self.refuse_tangents(error))?;
         let inputs = TangentInputs {
             primal: inputs(tensors),
             tangent: inputs(tangents),
@@ -127,7 +133,7 @@ impl Plan {
         cotangents: &Tensors<'_, T>,
     ) -> Result<DoubleBackward<T>> {
         let zeros = zero_double_backward(self, tensors);
-        let mut double = zeros.map_err(|error| self.engine.refuse(error))?;
+        let mut double = zeros.map_err(|error| self.refuse_tangents(error))?;
         let inputs = TangentInputs {
             primal: inputs(tensors),
             tangent: inputs(cotangents),
@@ -147,6 +153,16 @@ impl Plan {
     }
 }
 
+/// Names the tangent of a tensor, as a plan of one rank does.
+fn of_tangent(error: Error) -> Error {
+    match error {
+        Error::InvalidArgument { argument, got, want } => {
+            Error::invalid(format!("tangent of {argument}"), got, want)
+        }
+        error => error,
+    }
+}
+
 impl LocalRing {
     /// Computes out, lse and their derivatives along `tangents`, as [`Plan::jvp`].
     ///
@@ -163,15 +179,17 @@ impl LocalRing {
         tensors: &Tensors<'_, T>,
         tangents: &Tensors<'_, T>,
     ) -> Result<Jvp<T>> {
+        let direction = self.list_bias_direction.take();
         self.check(tensors)?;
-        self.check(tangents)?;
+        self.check(tangents).map_err(of_tangent)?;
+        self.divide_list_bias_direction(direction)?;
         // for the same time
         let (tensors, tangents) = (&tensors.reborrow(), &tangents.reborrow());
         let parts = each_rank(&mut self.ranks, |_, plan| {
             let of_rank = |whole| RankTensors::of(whole, plan.q_rows(), plan.kv_rows());
             match of_rank(tensors).and_then(|of| Ok((of, of_rank(tangents)?))) {
                 Ok((tensors, tangents)) => plan.jvp(&tensors.tensors(), &tangents.tensors()),
-                Err(error) => Err(plan.refuse(error)),
+                Err(error) => Err(plan.refuse_tangents(error)),
             }
         })?;
         let mut whole = zero_outputs(self.plan(), self.plan().spec().dims.q_len)?;
@@ -203,10 +221,12 @@ impl LocalRing {
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         cotangents: &Tensors<'_, T>,
     ) -> Result<DoubleBackward<T>> {
+        let direction = self.list_bias_direction.take();
         self.check(tensors)?;
-        self.check(cotangents)?;
+        self.check(cotangents).map_err(of_tangent)?;
         let dlse_shape = dlse.as_ref().map(|dlse| dlse.shape());
         self.check_rows([("dout", Some(dout.shape())), ("dlse", dlse_shape)])?;
+        self.divide_list_bias_direction(direction)?;
         let (tensors, cotangents) = (&tensors.reborrow(), &cotangents.reborrow());
         let parts = each_rank(&mut self.ranks, |_, plan| {
             let of_rank = || {
@@ -221,7 +241,7 @@ impl LocalRing {
                     let cotangents = &cotangents.tensors();
                     plan.double_backward(&tensors.tensors(), dout.view(), dlse, cotangents)
                 }
-                Err(error) => Err(plan.refuse(error)),
+                Err(error) => Err(plan.refuse_tangents(error)),
             }
         })?;
         let jvp = zero_outputs::<T>(self.plan(), self.plan().spec().dims.q_len)?;

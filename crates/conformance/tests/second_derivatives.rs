@@ -583,8 +583,19 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
     let refused = |error: Error| error.to_string().contains("direction of key_list_bias");
     assert!(refused(ring.set_list_bias_direction(&[1.0]).unwrap_err()));
     let one = KeyLists::new((0..=512).collect(), vec![3; 512]).unwrap();
-    ring.update(&Batch { key_lists: Some(Arc::new(one)), ..Batch::default() }).unwrap();
+    ring.update(&Batch { key_lists: Some(Arc::new(one.clone())), ..Batch::default() }).unwrap();
     ring.set_list_bias_direction(&[1.0; 512]).unwrap();
     assert!(refused(ring.jvp(&tensors, &tensors).unwrap_err()));
     ring.jvp(&tensors, &tensors).unwrap();
+
+    // a refused pass takes the direction that was set for it
+    let one = one.with_bias(vec![0.5; 512]).unwrap();
+    ring.update(&Batch { key_lists: Some(Arc::new(one)), ..Batch::default() }).unwrap();
+    let without = ring.jvp(&tensors, &tensors).unwrap().lse_tangent;
+    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
+    let error = ring.jvp(&tensors, &wrong).unwrap_err();
+    assert!(error.to_string().starts_with("tangent of q: "), "{error}");
+    assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without);
+    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
+    assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without + 1.0);
 }

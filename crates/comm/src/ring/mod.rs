@@ -375,8 +375,8 @@ impl<B: Backend> Ring<B> {
 
     /// Sets the direction of the bias of this rank's key lists in the next JVP or double backward,
     /// one number for each listed pair. Default: 0.
-    pub fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
-        self.list_bias_direction = Some(direction);
+    pub fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
+        self.list_bias_direction = direction;
     }
 
     /// Returns the memory that the backend keeps between passes.
