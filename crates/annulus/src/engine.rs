@@ -213,8 +213,8 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
         RankFigures { buffer_bytes: self.buffer_bytes(), ..figures_of_ring(self.ring()) }
     }
 
-    fn set_list_bias_direction(&mut self, _: Option<Vec<f64>>) {
-        // it has refused the lists
+    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
+        self.set_list_bias_direction(direction);
     }
 
     fn schedule(&self) -> Schedule {

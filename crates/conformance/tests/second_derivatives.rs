@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use annulus::{
     Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Element, Error, Layout,
-    LocalRing, Result, Route, Runtime, SinkShape, Strategy, Tensors,
+    LocalRing, Plan, Result, Route, Runtime, Setup, SinkShape, Strategy, Tensors,
 };
+use annulus_comm::threads;
 use annulus_conformance::{
     Case, Draw, Masks, Truth, epsilon,
     suite::{dense_twin, lists},
@@ -598,4 +599,17 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
     assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without);
     ring.set_list_bias_direction(&[1.0; 512]).unwrap();
     assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without + 1.0);
+
+    // heads × ring has no lists
+    let heads = Division::new().strategy(Strategy::HeadsRing { heads: 2 });
+    let setup = Setup::from((new().second_derivatives(true), heads));
+    let half = Array4::<f32>::ones((1, 256, 2, 8));
+    let errors = threads::each_rank(threads::ring(2), |_, transport| {
+        let mut plan = Plan::new(&setup, dims, transport)?;
+        plan.set_list_bias_direction(vec![1.0]);
+        let tensors = Tensors::new(half.view(), half.view(), half.view());
+        let error = plan.jvp(&tensors, &tensors).unwrap_err();
+        plan.jvp(&tensors, &tensors).map(|_| error)
+    });
+    assert!(errors.unwrap().into_iter().all(refused));
 }

@@ -331,7 +331,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     ) -> Result<Report> {
         let is_double = gradients.is_some();
         let options = [self.options.second_derivatives, self.options.backward];
+        let direction = self.ring.list_bias_direction.take();
         let checked = check::plan_of_tangents(options, is_double).and_then(|()| {
+            // its ring has no lists
+            self.ring.check_list_bias_direction(direction.as_deref())?;
             let of_gradients = gradients.as_ref().map(|of| of.as_ref().map(Host::describe_mut));
             let inputs = inputs.as_ref().map(Host::describe);
             let outputs = outputs.as_ref().map(Host::describe_mut);
@@ -419,6 +422,11 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Returns the ring of this rank's heads and key column, whose ranks are groups.
     pub const fn ring(&self) -> &Ring<B> {
         &self.ring
+    }
+
+    /// As [`Ring::set_list_bias_direction`]; the pass refuses it, because there are no lists.
+    pub fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
+        self.ring.set_list_bias_direction(direction);
     }
 
     /// Returns the global query rows of this rank, in the order of its tensors.

@@ -79,7 +79,7 @@ pub struct Ring<B: Backend> {
     calls: Calls,
     watch: StepWatch,
     /// Direction of the bias of key lists in the next JVP or double backward.
-    list_bias_direction: Option<Vec<f64>>,
+    pub(crate) list_bias_direction: Option<Vec<f64>>,
 }
 
 /// Options of a [`Ring`] besides the spec.

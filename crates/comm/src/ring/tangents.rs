@@ -101,21 +101,25 @@ impl<B: Backend> Ring<B> {
     ) -> Result<()> {
         let Agreed { second_derivatives, backward, .. } = self.agreed;
         check::plan_of_tangents([second_derivatives, backward], gradients.is_some())?;
-        if let Some(direction) = list_bias {
-            let lists = self.shard.key_lists.as_ref();
-            let pairs = lists.and_then(|lists| lists.bias()).map_or(0, <[f64]>::len);
-            if direction.len() != pairs {
-                let got = format!("{} numbers", direction.len());
-                let want = format!("{pairs}, one for each listed pair that has a bias");
-                return Err(Error::invalid("direction of key_list_bias", got, want));
-            }
-        }
+        self.check_list_bias_direction(list_bias)?;
         let gradients = gradients.map(|of| of.as_ref().map(B::Space::describe_mut));
         check::Shapes::of(&self.shard).tangents(
             &inputs.as_ref().map(B::Space::describe),
             &outputs.as_ref().map(B::Space::describe_mut),
             gradients.as_ref(),
         )
+    }
+
+    pub(crate) fn check_list_bias_direction(&self, direction: Option<&[f64]>) -> Result<()> {
+        let Some(direction) = direction else { return Ok(()) };
+        let lists = self.shard.key_lists.as_ref();
+        let pairs = lists.and_then(|lists| lists.bias()).map_or(0, <[f64]>::len);
+        if direction.len() == pairs {
+            return Ok(());
+        }
+        let got = format!("{} numbers", direction.len());
+        let want = format!("{pairs}, one for each listed pair that has a bias");
+        Err(Error::invalid("direction of key_list_bias", got, want))
     }
 
     /// Returns the payload bytes that this rank sends in a JVP or, if `is_double`, in a double
