@@ -167,8 +167,6 @@ pub(crate) fn binding_bytes(limits: &wgpu::Limits) -> u64 {
 //
 // A device closes when the last object on it is dropped, which must therefore be an
 // [`OpenDevice`]: every struct that holds a buffer also has a [`crate::Gpu`], as its last field.
-//
-// Locks that ignore poison.
 
 /// The process that used wgpu first.
 static HOME: HomeProcess = HomeProcess::unused();

@@ -278,10 +278,6 @@ impl RegisterTile {
     }
 }
 
-// Device features that the kernels use.
-//
-// Values that a user forces by environment variables.
-
 /// Device features that the tile kernels use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {

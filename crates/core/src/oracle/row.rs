@@ -357,8 +357,8 @@ impl<'a> PairVisibility<'a> {
     }
 
     /// Returns true if query row `i` attends to key row `j` by the mask, the segment ids, the
-    /// packed sequences, the dense mask and the key lists together. Returns false for rows that do not exist. A
-    /// bias of −∞, which also masks a pair, is not considered.
+    /// packed sequences, the dense mask and the key lists together. Returns false for rows that do
+    /// not exist. A bias of −∞, which also masks a pair, is not considered.
     pub fn visible(&self, batch: usize, head: usize, i: usize, j: usize) -> bool {
         let (Some(query), Some(key)) = (self.query(batch, head, i), self.key(batch, j)) else {
             return false;
