@@ -64,4 +64,4 @@ for ((round = 1; round <= rounds; round++)); do
 done
 rm -f "$out/last"
 python3 benches/ratios.py "$out/lines.jsonl" | tee "$out/ratios.md"
-python3 benches/plot.py "$out/lines.jsonl" > "$out/rates.svg"
+python3 benches/ratios.py --svg "$out/lines.jsonl" > "$out/rates.svg"

@@ -13,7 +13,7 @@ use annulus::{
 use bytemuck::Pod;
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::errors::{Raised, Raises};
+use crate::{Raised, Raises};
 
 /// Element types, with NumPy's names and those of the array interface protocol without the byte
 /// order. NumPy has no bfloat16: the package passes those arrays as views of 16-bit integers.

@@ -10,7 +10,7 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     array::{array, check_outputs, needed, view},
     config::{Lengths, PyBackend, open_backend},
-    errors::Raises,
+    Raises,
     option_fields::Config,
     plan::{PyReport, PyRuns, machine_threads, spelled, spelled_runs},
     session::{Session, by_dtype},

@@ -22,7 +22,7 @@ use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     array::{array, dtype_of},
-    errors::Raises,
+    Raises,
     masks::{Callback, dense_mask},
     option_fields::Config,
 };

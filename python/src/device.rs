@@ -30,7 +30,7 @@ use pyo3::{
 use self::dlpack::{DataType, ManagedTensor, Place, Tensor};
 use crate::{
     array::{ArrayInterface, NATIVE, TYPES, dtype_of, names_of},
-    errors::Raises,
+    Raises,
     signals::{Interruptible, Signals},
 };
 

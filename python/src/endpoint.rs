@@ -11,7 +11,7 @@ use annulus::{
 };
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use crate::errors::Raises;
+use crate::Raises;
 
 /// A duplicate of a communicator.
 #[pyclass(frozen, module = "annulus_attention._annulus")]

@@ -7,7 +7,6 @@
 //! | `config.rs` | parameters of attentions and plans, from `_attention.py`; backends |
 //! | `device.rs` | arrays in the memory of an NVIDIA GPU, and plans of them |
 //! | `endpoint.rs` | the class `Endpoint` |
-//! | `errors.rs` | annulus errors as Python exceptions |
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
 //! | `session.rs` | lock, signals and callbacks of a plan or a cache |
@@ -24,7 +23,6 @@ mod config;
 mod device;
 #[cfg(feature = "mpi")]
 mod endpoint;
-mod errors;
 mod masks;
 #[rustfmt::skip]
 mod option_fields;
@@ -33,6 +31,9 @@ mod session;
 mod signals;
 mod xla;
 
+use annulus::Error;
+use pyo3::prelude::*;
+
 /// Plans over arrays that Python owns.
 #[pyo3::pymodule]
 mod _annulus {
@@ -40,7 +41,7 @@ mod _annulus {
     use pyo3::prelude::*;
 
     #[cfg(feature = "mpi")]
-    use super::errors::Raises;
+    use super::Raises;
 
     #[pymodule_export]
     use super::cache::Cache;
@@ -95,5 +96,47 @@ mod _annulus {
         // it records the process of an MPI that is alive
         annulus::comm::mpi::is_alive();
         Ok(annulus::comm::mpi::check_process()?)
+    }
+}
+
+/// An exception: of Python, or of an error of annulus, then one of `annulus_attention/_errors.py`.
+#[derive(Debug)]
+pub(crate) struct Raised(PyErr);
+
+/// Result of a function that Python calls.
+pub(crate) type Raises<T> = Result<T, Raised>;
+
+impl From<PyErr> for Raised {
+    fn from(error: PyErr) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Error> for Raised {
+    fn from(error: Error) -> Self {
+        Python::attach(|py| Self(exception(py, &error)))
+    }
+}
+
+impl From<Raised> for PyErr {
+    fn from(raised: Raised) -> Self {
+        raised.0
+    }
+}
+
+/// Builds the exception of an error: its class, message, stable code and, where there is one, the
+/// argument's name.
+fn exception(py: Python<'_>, error: &Error) -> PyErr {
+    let argument = match error {
+        Error::InvalidArgument { argument, .. } => Some(argument.as_str()),
+        _ => None,
+    };
+    let made = py
+        .import("annulus_attention._errors")
+        .and_then(|module| module.getattr("from_code"))
+        .and_then(|make| make.call1((error.code(), error.to_string(), argument)));
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(failed) => failed,
     }
 }

@@ -23,7 +23,7 @@ use crate::endpoint::Carrier;
 use crate::{
     array::{Array, array, check_outputs, needed, view, view_mut},
     config::{Lengths, PyBackend, batch, open_backend},
-    errors::Raises,
+    Raises,
     option_fields::Config,
     session::{Session, by_dtype},
     signals::{Interruptible, Signals},

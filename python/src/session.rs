@@ -9,7 +9,7 @@ use annulus::{Error, Result};
 use annulus_core::Process;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-use crate::{errors::Raises, masks::Callback, signals::Signals};
+use crate::{Raises, masks::Callback, signals::Signals};
 
 /// Evaluates `$call` with `$element` bound to an element type.
 macro_rules! by_dtype {

@@ -22,7 +22,7 @@ use annulus::{Error, Result};
 use annulus_core::{Control, Host, Transport};
 use pyo3::prelude::*;
 
-use crate::errors::Raises;
+use crate::Raises;
 
 /// Time between two checks for signals. A person does not notice it, and taking the GIL as rarely
 /// costs nothing that can be measured.

@@ -27,7 +27,6 @@
 
 mod operator;
 mod options;
-mod views;
 
 pub use annulus;
 use candle_core::{DType, Result, Tensor};
@@ -61,7 +60,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
         DType::F64 => operator::attend::<f64>(q, k, v, options),
         DType::BF16 => operator::attend::<annulus::half::bf16>(q, k, v, options),
         DType::F16 => operator::attend::<annulus::half::f16>(q, k, v, options),
-        other => Err(views::invalid("q", other.as_str(), "f32, f64, bf16 or f16")),
+        other => Err(operator::invalid("q", other.as_str(), "f32, f64, bf16 or f16")),
     }
 }
 

@@ -16,22 +16,31 @@
 //!
 //! Every gradient is the result of an operator `Gradient` that has no backward pass, so that a
 //! derivative of a gradient is an error instead of zero.
+//!
+//! Tensors of candle are viewed as those of ndarray, with their strides.
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, atomic::AtomicU64, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use annulus::{
     Backward, Batch, Forward, ForwardView, Tensors,
-    ndarray::{Array, ArrayView2, ArrayView4, Dimension},
+    ndarray::{
+        Array, ArrayView, ArrayView2, ArrayView4, Dim, Dimension, IntoDimension, Ix, ShapeBuilder,
+    },
 };
-use candle_core::{CpuStorage, CustomOp3, Device, Error, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CustomOp3, Device, Error, Layout, Result, Shape, Storage, StorageRef, Tensor,
+    WithDType,
+};
 
 use crate::{
     Options,
     options::{SharedPlan, lock},
-    views::{Read, invalid},
 };
 
 /// An element type of both libraries.
@@ -290,4 +299,53 @@ fn zero<T: annulus::Element>() -> T {
 fn flat<T, D: Dimension>(array: Array<T, D>) -> (Vec<T>, Shape) {
     let shape = Shape::from(array.shape());
     (array.into_raw_vec_and_offset().0, shape)
+}
+
+/// Creates an error of candle that names an argument.
+pub(crate) fn invalid(argument: &str, got: impl ToString, want: impl ToString) -> Error {
+    Error::wrap(annulus::Error::invalid(argument, got, want))
+}
+
+/// A tensor that is locked for reading, under the name of its argument.
+pub(crate) struct Read<'a> {
+    name: &'static str,
+    tensor: &'a Tensor,
+    storage: StorageRef<'a>,
+}
+
+impl<'a> Read<'a> {
+    pub(crate) fn new(name: &'static str, tensor: &'a Tensor) -> Self {
+        Self { name, tensor, storage: tensor.storage_and_layout().0 }
+    }
+
+    /// Returns the elements as a view of `N` axes, without a copy.
+    pub(crate) fn view<T: WithDType, const N: usize>(
+        &self,
+    ) -> Result<ArrayView<'_, T, Dim<[Ix; N]>>>
+    where
+        [Ix; N]: IntoDimension<Dim = Dim<[Ix; N]>>,
+        Dim<[Ix; N]>: Dimension,
+    {
+        let (shape, strides) = (self.tensor.dims(), self.tensor.stride());
+        let (Ok(dims), Ok(steps)) = (<[Ix; N]>::try_from(shape), <[Ix; N]>::try_from(strides))
+        else {
+            return Err(invalid(self.name, format!("{shape:?}"), format!("{N} axes")));
+        };
+        let Storage::Cpu(storage) = &*self.storage else {
+            return Err(invalid(self.name, "a tensor on a GPU", "one on the CPU"));
+        };
+        let dtype = self.tensor.dtype();
+        if dtype != T::DTYPE {
+            return Err(invalid(self.name, dtype.as_str(), T::DTYPE.as_str()));
+        }
+        let elements = T::cpu_storage_as_slice(storage)?;
+        let view = if self.tensor.elem_count() == 0 {
+            ArrayView::from_shape(dims.into_dimension(), &[])
+        } else {
+            let first = self.tensor.layout().start_offset();
+            let strided = dims.into_dimension().strides(steps.into_dimension());
+            ArrayView::from_shape(strided, &elements[first..])
+        };
+        view.map_err(|error| invalid(self.name, error, "strides inside the storage"))
+    }
 }

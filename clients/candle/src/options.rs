@@ -10,7 +10,7 @@ use annulus::{
 };
 use candle_core::{Result, Tensor};
 
-use crate::views::{Read, invalid};
+use crate::operator::{Read, invalid};
 
 /// Plans of one setup that are kept; the oldest makes room for another length or type.
 const PLANS: usize = 8;

@@ -2,7 +2,7 @@
 //!
 //! wgpu ignores the status of a Metal command buffer, so one that the system ends early looks
 //! complete. The last kernel of each batch therefore adds 1 to a counter on the device (kernel:
-//! `count.wgsl`; Metal runs the kernels of a pass in order). Every download includes the counter,
+//! `step.wgsl`; Metal runs the kernels of a pass in order). Every download includes the counter,
 //! and is an error unless it equals the number of batches submitted before.
 //!
 //! Idle staging buffers of one device.

@@ -3,7 +3,7 @@
 //! [`crate::Level::Matrix`] requires:
 //!
 //! * Subgroups of at least 8 invocations in linear order. wgpu reports no size on Metal. Kernel:
-//!   `subgroup_probe.wgsl`.
+//!   `step.wgsl`.
 //! * Known products of cooperative matrices, by many workgroups at
 //!   once and one after another in each, because an instruction that does not wait for another one
 //!   may be right when the device is idle. Neither naga's translation nor the drivers are proven on

@@ -6,7 +6,7 @@
 //!
 //! | concept | items | files |
 //! |---|---|---|
-//! | rows of a rank | [`Layout`], [`RingShards`] | `layout.rs`, `ring_shards.rs` |
+//! | rows of a rank | [`Layout`], [`RingShards`] | `layout.rs` |
 //! | messages of the ring | [`Needs`], [`Schedule`] | `needs/`, `schedule/`, `block_buffers.rs` |
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
@@ -16,15 +16,13 @@ mod block_buffers;
 mod layout;
 mod machine;
 mod needs;
-mod ring_shards;
 mod schedule;
 mod strategy;
 
 pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
-pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS};
+pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS, RingShards};
 pub use machine::{ComputeRate, Link, Machine, Prediction};
 pub use needs::{Needs, NeedsIndex};
-pub use ring_shards::RingShards;
 pub use schedule::{
     Choice, Group, Message, OwnerPairs, RankNeeds, RankSchedule, RingTraffic, Route, Schedule,
     Step, Traffic, Violation, ViolationKind, Work, WorkMatrix, needed_rows,

@@ -10,8 +10,8 @@ use annulus_test_cases::{Answer, Draw, plain};
 use ndarray::{Array4, Zip};
 
 use crate::{
+    self as support, assert_close,
     ranks::{Make, OnRanks, Rank},
-    support::{self, assert_close},
 };
 
 /// Returns the maximum distance between two tensors.

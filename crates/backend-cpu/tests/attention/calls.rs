@@ -12,8 +12,8 @@ use annulus_test_cases::Draw;
 use ndarray::{Array4, s};
 
 use crate::{
+    self as support, assert_close,
     ranks::{LocalKv, OnRanks, Rank, keep_going, outputs},
-    support::{self, assert_close},
 };
 
 fn forward(

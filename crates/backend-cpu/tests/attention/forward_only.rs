@@ -9,10 +9,7 @@ use annulus_plan::Layout;
 use annulus_test_cases::{Answer, Case, Draw};
 use ndarray::{Array2, Array3, Array4, s};
 
-use crate::{
-    ranks::OnRanks,
-    support::{self, assert_close},
-};
+use crate::{self as support, assert_close, ranks::OnRanks};
 
 fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())

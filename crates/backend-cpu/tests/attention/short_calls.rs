@@ -12,8 +12,8 @@ use annulus_test_cases::Draw;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
 use crate::{
+    self as support,
     ranks::{LocalKv, Rank, RankGradients, keep_going, outputs},
-    support,
 };
 
 /// Whole register tiles in both directions, so that rows can be read in place; two query heads and

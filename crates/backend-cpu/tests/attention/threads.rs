@@ -8,10 +8,7 @@ use annulus_cpu::{Cpu, Isa};
 use annulus_plan::Layout;
 use annulus_test_cases::{Case, Draw};
 
-use crate::{
-    ranks::OnRanks,
-    support::{self, assert_close},
-};
+use crate::{self as support, assert_close, ranks::OnRanks};
 
 #[test]
 fn the_number_of_threads_changes_no_bit() {

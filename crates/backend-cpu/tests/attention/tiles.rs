@@ -10,10 +10,7 @@ use annulus_plan::Layout;
 use annulus_test_cases::{Answer, Case, Draw, Masks, facade};
 use ndarray::{Array2, Array4, Zip, s};
 
-use crate::{
-    ranks::OnRanks,
-    support::{self, assert_close},
-};
+use crate::{self as support, assert_close, ranks::OnRanks};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 

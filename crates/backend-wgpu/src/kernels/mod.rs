@@ -11,8 +11,8 @@
 //! | merge of ranges of keys | a row of a head | `merge_ranges.wgsl` |
 //! | sums over rows | one sum | `sinks.wgsl`, `bias_rows.wgsl` |
 //! | copies | 64 elements | `copy.wgsl` |
-//! | counter | number of batches that ran | `count.wgsl` |
-//! | probes | shuffles; f16 to f32 | `subgroup_probe.wgsl`, `unpack_probe.wgsl` |
+//! | counter | number of batches that ran | `step.wgsl` |
+//! | probes | shuffles; f16 to f32 | `step.wgsl` |
 //! | | products of matrices | `matrix_probe.wgsl` |
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`; lines from `#halves` to `#end
@@ -469,10 +469,14 @@ impl KernelVariant {
             bindings: bindings.to_vec(),
             params: size_of::<RowParams>(),
         };
-        let of_step = |wgsl: &str| Source {
-            wgsl: [StepParams::WGSL, wgsl].concat(),
-            bindings: vec![Write],
-            params: size_of::<StepParams>(),
+        let of_step = |kernel: &'static str| {
+            let mut text = Template::default();
+            text.flag(kernel, true);
+            Source {
+                wgsl: [StepParams::WGSL, &text.expand(include_str!("step.wgsl"))].concat(),
+                bindings: vec![Write],
+                params: size_of::<StepParams>(),
+            }
         };
         match self {
             Self::Forward(variant) => tile_kernels::forward(variant),
@@ -515,9 +519,9 @@ impl KernelVariant {
                     params: size_of::<MergeParams>(),
                 }
             }
-            Self::Count => of_step(include_str!("count.wgsl")),
-            Self::SubgroupProbe => of_step(include_str!("subgroup_probe.wgsl")),
-            Self::UnpackProbe => of_step(include_str!("unpack_probe.wgsl")),
+            Self::Count => of_step("COUNT"),
+            Self::SubgroupProbe => of_step("SUBGROUP_PROBE"),
+            Self::UnpackProbe => of_step("UNPACK_PROBE"),
             Self::MatrixProbe(matrices) => matrices::probe(matrices),
             Self::BiasRows => {
                 of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write])

@@ -15,7 +15,6 @@
 //! derives its own part of a schedule. [`Needs`] has a set of rows for every pair of ranks, for
 //! figures of all ranks and for the checker of schedules.
 
-mod attended;
 mod index;
 mod needs_index;
 mod position_set;
@@ -23,10 +22,10 @@ mod strided_rows;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use attended::ascending;
 pub(crate) use index::{ConsecutiveKeys, KeyIndex};
 pub use needs_index::NeedsIndex;
 pub(crate) use needs_index::{BatchNeeds, UserUnion};
+pub(crate) use position_set::ascending;
 pub(crate) use strided_rows::{DistinctMasks, SegmentNumbers, StridedRows, count_below};
 
 use crate::RingShards;

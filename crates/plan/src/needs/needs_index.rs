@@ -14,8 +14,9 @@ use std::ops::Range;
 
 use super::{
     DistinctMasks, KeyIndex, Needs, SegmentNumbers, StridedRows,
-    attended::{AttendedPositions, ascending},
-    position_set::{PositionIntervals, PositionSet, is_at_most, select_positions},
+    position_set::{
+        AttendedPositions, PositionIntervals, PositionSet, ascending, is_at_most, select_positions,
+    },
 };
 use crate::RingShards;
 use annulus_core::{Mask, RowSet, Shard, mask::Band};

@@ -188,7 +188,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{CustomLayout, Layout, Work, needs::tests::samples::Sample};
+    use crate::{CustomLayout, Layout, Work, needs::tests::Sample};
     use annulus_core::{
         Batch, DType, Dims, Runs,
         mask::{self, SharedMask},

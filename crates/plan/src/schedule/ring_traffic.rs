@@ -10,10 +10,7 @@ use annulus_core::{Channel, Error, Result, RowLayout, RowSet};
 use crate::{
     NeedsIndex,
     needs::{BatchNeeds, KeyIndex},
-    schedule::{
-        RankSchedule, Route, Schedule,
-        build::{BlockPath, Sent},
-    },
+    schedule::{BlockPath, RankSchedule, Route, Schedule, Sent},
 };
 
 /// Rows that every rank sends in a forward and in a one-pass backward.

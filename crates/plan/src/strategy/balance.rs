@@ -132,7 +132,7 @@ mod tests {
     use std::{borrow::Cow, sync::Arc};
 
     use super::*;
-    use crate::{NeedsIndex, RingTraffic, Route, needs::tests::samples::Sample};
+    use crate::{NeedsIndex, RingTraffic, Route, needs::tests::Sample};
     use annulus_core::{
         Batch, DType,
         mask::{self, SharedMask},

@@ -17,24 +17,38 @@
 //! 2·(query heads / h)·(1/a − 1/ranks) + 2·(KV heads / h)·(1/b − 1/ranks)
 //! ```
 //!
+//! # Published strategies
+//! They are forms of the ring and of the grid.
+//!
+//! | name | form |
+//! |---|---|
+//! | `all-gather` | ring on the direct route, all receives posted at the start of a pass |
+//! | `all-to-all` | heads × ring with one group, so that nothing circulates |
+//! | `once-per-node` | ring on [`Route::OncePerNode`] |
+//! | `pass-q` | grid with one query part: keys and values stay |
+//!
+//! All-gather: rank r receives the shards of the ranks r − 1, r − 2 … into a buffer each and
+//! computes on them in this order, so that tiles of the first ones overlap the arrival of others.
+//! Its backward pass sends the gradients of each shard to the owner, a reduce-scatter. It moves the
+//! bytes of the ring, in the memory of all shards.
+//!
+//! Pass-Q: queries are all-gathered, and the partial results of all ranks are merged on the owner
+//! of each query. Its bytes depend on the queries alone.
+//!
 //! # Source
 //! Jacobs et al. 2023, DeepSpeed Ulysses (h = ranks); Fang, Zhao 2024, USP: A Unified Sequence
 //! Parallelism Approach for Long Context Generative AI (heads × ring); ATTENTION2D 2025,
 //! arXiv 2503.15758, and Mesh-Attention 2025, arXiv 2512.20968 (queries × keys).
+//! All-gather: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2. Pass-Q: Yang et al.
+//! 2024, Context Parallelism for Scalable Million-Token Inference, arXiv 2411.01783, where queries
+//! circulate instead.
 
 mod balance;
 mod exchange;
 mod group_layout;
 mod head_grid;
 mod memory;
-mod published;
 mod traffic;
-
-use std::{fmt, str::FromStr};
-
-use annulus_core::{Error, Result, Spec};
-
-use crate::schedule::BALANCED;
 
 pub use balance::StrategyBalance;
 pub(crate) use balance::work_of_ranks;
@@ -44,6 +58,12 @@ pub use group_layout::GroupLayout;
 pub use head_grid::HeadGrid;
 pub(crate) use traffic::PassMessage;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
+
+use std::{fmt, num::NonZeroUsize, str::FromStr};
+
+use annulus_core::{Error, Result, Spec};
+
+use crate::{Route, schedule::BALANCED};
 
 /// Division of one attention among ranks.
 ///
@@ -79,8 +99,7 @@ pub enum Strategy {
         /// Key columns, whose partial results are merged.
         keys: usize,
     },
-    /// All-gather of keys and values: the ring on the direct route, with all blocks in memory
-    /// (`published.rs`).
+    /// All-gather of keys and values: the ring on the direct route, with all blocks in memory.
     AllGather,
     /// All-to-all over heads among all ranks: [`Strategy::HeadsRing`] with one group.
     AllToAll,
@@ -259,5 +278,49 @@ impl<'a> WorkLimit<'a> {
         let layout = GroupLayout::choose(spec, &ring, layout, placement, tick);
         let ring = StrategyTraffic::without_bytes(spec, Strategy::Ring, ring, options, layout);
         ring.work_max_over_mean(spec, options, tick)
+    }
+}
+
+impl Strategy {
+    /// Returns the form of a published strategy on `ranks` ranks: the ring, heads × ring or a grid.
+    /// Other strategies stay.
+    pub const fn on_ranks(self, ranks: usize) -> Self {
+        match self {
+            Self::AllGather | Self::OncePerNode { .. } => Self::Ring,
+            Self::AllToAll => Self::of_heads(ranks),
+            Self::PassQ if ranks == 1 => Self::Ring,
+            Self::PassQ => Self::Grid { heads: 1, queries: 1, keys: ranks },
+            other => other,
+        }
+    }
+
+    /// Returns the route that is a part of the strategy.
+    pub const fn route(self) -> Option<Route> {
+        match self {
+            Self::AllGather => Some(Route::Direct),
+            Self::OncePerNode { node_ranks } => Some(Route::OncePerNode { node_ranks }),
+            _ => None,
+        }
+    }
+
+    /// Returns the ring steps by which the strategy posts receives ahead: all with
+    /// [`Strategy::AllGather`].
+    pub const fn receive_ahead(self) -> Option<NonZeroUsize> {
+        match self {
+            Self::AllGather => Some(NonZeroUsize::MAX),
+            _ => None,
+        }
+    }
+
+    /// Returns the published strategy of which this is the form on `ranks` ranks, if that divides
+    /// heads or keys; else the strategy itself. Its name is the one to print.
+    #[must_use]
+    pub const fn published_on(self, ranks: usize) -> Self {
+        match self {
+            _ if ranks < 2 => self,
+            Self::HeadsRing { heads } if heads == ranks => Self::AllToAll,
+            Self::Grid { queries: 1, keys, .. } if keys == ranks => Self::PassQ,
+            _ => self,
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Arguments that differ between ranks: the same error on all, in under a second, before any data
 //! moves. Every field that the ranks of a plan compare is tested, but for the environment's
-//! `ANNULUS_DEADLINE` (`crates/conformance/tests/failures/faults.rs`).
+//! `ANNULUS_DEADLINE` (`crates/conformance/tests/failures/main.rs`).
 
 use std::{
     collections::BTreeSet,
