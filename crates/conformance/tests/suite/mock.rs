@@ -33,17 +33,20 @@ fn a_sample_holds_on_the_smallest_backend() {
     suite::independent_rows(&pairwise()).unwrap();
 }
 
+/// One element type and few settings, as of the next test: what the rules demand of arithmetic is a
+/// matter of each backend, and that of the mock device is a test's own.
 #[test]
-#[ignore = "long: scripts/test --whole"]
 fn the_numeric_rules_hold_on_the_mock_device() {
-    suite::numeric_rules(&mock()).unwrap();
+    for setting in [Setting::ALONE, Setting::new(3, Layout::Zigzag)] {
+        suite::numeric_rules_on(&mock(), DType::F32, &setting).unwrap();
+    }
 }
 
 #[test]
-#[ignore = "long: scripts/test --whole"]
 fn a_visible_nan_does_not_depend_on_the_ranks_on_the_mock_device() {
-    suite::nonfinite(&mock(), Poison::NanAndInfinities).unwrap();
-    suite::infinite_scores(&mock()).unwrap();
+    let settings = [1, 3, 4].map(|ranks| Setting::new(ranks, Layout::Striped));
+    suite::nonfinite_on(&mock(), Poison::NanAndInfinities, DType::F32, &settings).unwrap();
+    suite::infinite_scores_on(&mock(), DType::F32, &settings).unwrap();
 }
 
 #[test]
