@@ -1,5 +1,6 @@
 //! JVP and double backward against the oracle: random attentions on rings of threads, and what is
-//! refused. The oracle itself against finite differences and torch's autograd.
+//! refused. The oracle itself against torch's autograd; `python/tests/second_derivatives.py` compares
+//! the ring with finite differences.
 //!
 //! The error that a result may have follows from its condition: the oracle computes inputs that are
 //! changed by a relative δ = 2⁻²⁰, and the largest change of an array, divided by δ, is multiplied
@@ -15,7 +16,7 @@ use annulus::{
 };
 use annulus_comm::threads;
 use annulus_conformance::{
-    Case, Draw, Masks, Truth, epsilon,
+    Case, Draw, Masks, epsilon,
     suite::{dense_twin, lists},
 };
 use annulus_core::{
@@ -493,50 +494,6 @@ fn the_judge_finds_planted_mistakes() {
         caught += 4;
     }
     assert_eq!(caught, 80);
-}
-
-/// Central differences of the oracle's first derivatives along the direction.
-#[test]
-fn the_oracle_has_the_finite_differences_of_the_first_derivatives() {
-    const STEP: f64 = 1e-5;
-    for seed in 7000..7040 {
-        let directed = Directed::of(Case::random(seed), &mut Draw::new(seed));
-        let mut case = directed.case.clone();
-        case.spec.logits_dtype = DType::F64;
-        let along = |step: f64| {
-            let direction = &directed.direction;
-            let mut moved = case.clone();
-            moved.q.scaled_add(step, &direction.q);
-            moved.k.scaled_add(step, &direction.k);
-            moved.v.scaled_add(step, &direction.v);
-            for (bias, of) in moved.bias.iter_mut().zip(&direction.bias) {
-                bias.scaled_add(step, of);
-            }
-            for (sinks, of) in moved.sinks.iter_mut().zip(&direction.sinks) {
-                sinks.scaled_add(step, of);
-            }
-            let Truth { forward, backward } = moved.truth().unwrap();
-            let mut results = vec![
-                forward.out.into_dyn(),
-                forward.lse.into_dyn(),
-                backward.dq.into_dyn(),
-                backward.dk.into_dyn(),
-                backward.dv.into_dyn(),
-            ];
-            results.extend(backward.dbias.map(Array::into_dyn));
-            results.extend(backward.dsinks.map(Array::into_dyn));
-            results
-        };
-        let differences = along(STEP).into_iter().zip(along(-STEP));
-        let directed = Directed { case: case.clone(), direction: directed.direction.clone() };
-        let truth = directed.truth().unwrap();
-        for ((name, want), (after, before)) in truth[2..].iter().zip(differences) {
-            let difference = (after - before) / (2.0 * STEP);
-            let largest = want.iter().fold(1.0, |a: f64, x| a.max(x.abs()));
-            let most = apart(difference.view(), want.view()).fold(0.0, f64::max);
-            assert!(most <= 2e-7 * largest, "seed {seed} {name}: {most:e} of {largest:e}");
-        }
-    }
 }
 
 #[test]

@@ -1,17 +1,14 @@
-//! The oracle: small problems with results computed by hand, and finite differences for every
-//! gradient with random combinations of features.
+//! The oracle: small problems with results computed by hand. Golden cases, computed elsewhere, have
+//! every gradient (`crates/conformance/tests/suite/main.rs`).
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-use std::sync::Arc;
-
 use annulus_core::{
-    BiasFunction, DType, Dims, Error, Fingerprint, SinkShape, Spec,
-    mask::{Key, Query},
+    DType, Dims, Error, SinkShape, Spec,
     oracle::{Backward, Forward, forward_rows},
 };
 use annulus_test_cases::{Case, Draw, Masks};
-use ndarray::{Array, Array3, Array4, Axis, Dimension, array, s};
+use ndarray::{Array3, Array4, Axis, array, s};
 
 /// Returns a case in f64 without features.
 fn plain(dims: Dims) -> Case {
@@ -28,70 +25,6 @@ fn forward(case: &Case) -> Forward {
 
 fn gradients(case: &Case) -> Backward {
     case.truth().unwrap().backward
-}
-
-/// Masks the pairs with an even difference of positions and biases the others.
-#[derive(Debug)]
-struct Checkered;
-
-impl BiasFunction for Checkered {
-    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
-        into.text("checkered")
-    }
-
-    fn bias(&self, query: &Query, key: &Key) -> f64 {
-        let even = (query.position - key.position) % 2 == 0;
-        if even { f64::NEG_INFINITY } else { 0.1 * key.position as f64 }
-    }
-}
-
-/// Returns ⟨dout, out⟩ + ⟨dlse, lse⟩ over the rows with a finite lse.
-fn loss(case: &Case) -> f64 {
-    let Forward { out, lse, .. } = forward(case);
-    let of_lse = case.dlse.iter().flatten().zip(&lse).filter(|(_, lse)| lse.is_finite());
-    (&out * &case.dout).sum() + of_lse.map(|(dlse, lse)| dlse * lse).sum::<f64>()
-}
-
-/// Compares some elements of `gradient` with central differences of the loss.
-fn assert_differences<D: Dimension>(
-    case: &Case,
-    name: &str,
-    gradient: &Array<f64, D>,
-    tensor: impl Fn(&mut Case) -> &mut Array<f64, D>,
-) {
-    let step = 1e-5;
-    for (index, got) in gradient.iter().enumerate().step_by(1 + gradient.len() / 24) {
-        let moved = |by: f64| {
-            let mut case = case.clone();
-            *tensor(&mut case).iter_mut().nth(index).unwrap() += by;
-            loss(&case)
-        };
-        let want = (moved(step) - moved(-step)) / (2.0 * step);
-        let close = (got - want).abs() <= 2e-7 * (1.0 + want.abs());
-        assert!(close, "{name}[{index}]: {got}, by differences {want}; {case:?}");
-    }
-}
-
-#[test]
-fn gradients_match_finite_differences_of_the_loss() {
-    // a rounding of logits has no differences
-    let is_small =
-        |case: &Case| case.q.len() + case.k.len() <= 512 && case.spec.logits_dtype == DType::F64;
-    for (number, mut case) in (0..400).map(Case::random).filter(is_small).enumerate() {
-        if case.spec.bias_function.is_some() && number % 2 == 0 {
-            case.spec.bias_function = Some(Arc::new(Checkered));
-        }
-        let Backward { dq, dk, dv, dbias, dsinks } = gradients(&case);
-        assert_differences(&case, "dq", &dq, |case| &mut case.q);
-        assert_differences(&case, "dk", &dk, |case| &mut case.k);
-        assert_differences(&case, "dv", &dv, |case| &mut case.v);
-        if let Some(dbias) = &dbias {
-            assert_differences(&case, "dbias", dbias, |case| case.bias.as_mut().unwrap());
-        }
-        if let Some(dsinks) = &dsinks {
-            assert_differences(&case, "dsinks", dsinks, |case| case.sinks.as_mut().unwrap());
-        }
-    }
 }
 
 fn close(a: f64, b: f64) -> bool {
