@@ -1,7 +1,7 @@
 //! Default level of a device: above [`Level::Plain`] only if a record shows that the level is
 //! faster. Default register tile: by the number of registers that the compiler uses.
 //!
-//! To add an entry to [`PROOFS`], run `benches/wgpu-levels.sh` on such an adapter and keep its
+//! To add an entry to [`PROOFS`], run `wgpu-levels` on such an adapter and keep its
 //! output in `benches/record/`. Every `speedup` over the level below must exceed 1, for every pass
 //! whose kernels differ.
 //!

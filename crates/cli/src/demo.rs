@@ -29,7 +29,7 @@ use crate::{
     memory::{self, must_fit_on_disk},
     message,
     report::{self, counted},
-    stdout::say,
+    say,
 };
 
 const EXAMPLES: &str = "Examples:

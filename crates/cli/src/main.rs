@@ -42,16 +42,16 @@ mod message;
 mod pairs;
 mod plan;
 mod report;
-mod stdout;
 mod trace;
 
-use std::process::ExitCode;
+use std::{io::Write, process::ExitCode};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 
 use arguments::names;
 use failure::{Failure, Outcome};
+use report::complain;
 
 /// Version and, if the build script found it, the commit.
 const VERSION: &str = env!("ANNULUS_VERSION");
@@ -110,7 +110,7 @@ impl CompletionsFlags {
     fn print(&self) {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut CommandLine::command(), "annulus", &mut script);
-        stdout::say!("{}", String::from_utf8_lossy(&script).trim_end());
+        say!("{}", String::from_utf8_lossy(&script).trim_end());
     }
 }
 
@@ -170,7 +170,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
     if let Err(unprinted) = printed
         && !error.use_stderr()
     {
-        stdout::complain_of(&unprinted);
+        complain_of(&unprinted);
         return ExitCode::FAILURE;
     }
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
@@ -186,6 +186,31 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
         })
         .mut_subcommands(with_negative_numbers)
 }
+
+/// Prints a line. If that fails, the command ends, after [`complain_of`], and removes its
+/// unfinished files.
+pub(crate) fn print_line(text: std::fmt::Arguments<'_>) {
+    let mut out = std::io::stdout().lock();
+    let text = message::visible(&format!("{text}\n"));
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        complain_of(&error);
+        interrupt::exit(1);
+    }
+}
+
+/// Prints an error of standard output, such as a full disk. Prints nothing if the reader closed the
+/// pipe, as `head` does.
+pub(crate) fn complain_of(error: &std::io::Error) {
+    if error.kind() != std::io::ErrorKind::BrokenPipe {
+        complain!("cannot write to standard output: {error}");
+    }
+}
+
+/// As `println!`, but never panics.
+macro_rules! say {
+    ($($text:tt)*) => { $crate::print_line(format_args!($($text)*)) };
+}
+pub(crate) use say;
 
 #[cfg(test)]
 mod tests {

@@ -7,19 +7,17 @@
 //! | concept | items | files |
 //! |---|---|---|
 //! | rows of a rank | [`Layout`], [`RingShards`] | `layout.rs` |
-//! | messages of the ring | [`Needs`], [`Schedule`] | `needs/`, `schedule/`, `block_buffers.rs` |
+//! | messages of the ring | [`Needs`], [`Schedule`] | `needs/`, `schedule/` |
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
 #![forbid(unsafe_code)]
 
-mod block_buffers;
 mod layout;
 mod machine;
 mod needs;
 mod schedule;
 mod strategy;
 
-pub use block_buffers::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub use layout::{CustomLayout, Layout, LeafLayout, MOST_RANKS, RingShards};
 pub use machine::{ComputeRate, Link, Machine, Prediction};
 pub use needs::{Needs, NeedsIndex};
@@ -28,6 +26,6 @@ pub use schedule::{
     Step, Traffic, Violation, ViolationKind, Work, WorkMatrix, needed_rows,
 };
 pub use strategy::{
-    ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows, Strategy,
-    StrategyBalance, StrategyTraffic, TrafficOptions,
+    ExchangeFields, GRADIENT_BUFFERS, GroupLayout, HeadAxis, HeadField, HeadGrid, RingRows,
+    Strategy, StrategyBalance, StrategyTraffic, TrafficOptions, block_buffers, gradient_buffers,
 };

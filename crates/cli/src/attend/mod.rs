@@ -26,7 +26,7 @@ use crate::{
     input::Input,
     job::Job,
     report::json_line,
-    stdout::say,
+    say,
 };
 pub(crate) use run::AttendRun;
 use summary::AttendSummary;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     failure::Failure,
     report::{bytes, count, counted, exact_bytes},
-    stdout::say,
+    say,
 };
 
 /// Figures of one rank.

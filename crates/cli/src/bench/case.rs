@@ -17,8 +17,7 @@ use crate::{
     failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
     make::RandomStream,
-    memory, pairs,
-    stdout::say,
+    memory, pairs, say,
 };
 
 /// Shape and mask of one case.

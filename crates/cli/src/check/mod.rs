@@ -25,7 +25,7 @@ use crate::{
     job::{DEFAULT_DEADLINE, Job},
     message,
     report::complain,
-    stdout::say,
+    say,
 };
 use case::{CheckedRing, Verdict};
 

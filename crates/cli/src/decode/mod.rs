@@ -21,7 +21,7 @@ use crate::{
     job::Job,
     memory, message,
     report::{bytes, counted, grouped},
-    stdout::say,
+    say,
 };
 
 const EXAMPLES: &str = "Input tensors, by name:

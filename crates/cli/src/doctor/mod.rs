@@ -16,8 +16,7 @@ use crate::{
     arguments::ring::{TransportName, WITH_MPI, cores},
     failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
-    launcher,
-    stdout::say,
+    launcher, say,
 };
 
 const EXAMPLES: &str = "Examples:

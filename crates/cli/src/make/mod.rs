@@ -16,7 +16,7 @@ use crate::{
     file::{OutputFile, PlannedTensor, element_bytes, float, of_floats},
     input::SinksForm,
     memory::must_fit_on_disk,
-    stdout::say,
+    say,
 };
 
 const EXAMPLES: &str = "Examples:

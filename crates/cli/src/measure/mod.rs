@@ -21,8 +21,7 @@ use crate::{
     failure::Outcome,
     file::TextDocument,
     job::Job,
-    memory, message, report,
-    stdout::say,
+    memory, message, report, say,
 };
 use links::Links;
 

@@ -13,7 +13,7 @@ use crate::{
     failure::Outcome,
     input::Input,
     report::{bytes, counted, grouped},
-    stdout::say,
+    say,
 };
 
 /// Characters of a line of the picture.

@@ -27,8 +27,7 @@ use crate::{
         },
     },
     failure::Outcome,
-    file,
-    stdout::say,
+    file, say,
 };
 use figures::Figures;
 use picture::DrawnRing;

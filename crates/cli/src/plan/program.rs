@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::ring::{PlannedRing, QueryPass, Send};
 use crate::{
     report::{bytes, counted, grouped},
-    stdout::say,
+    say,
 };
 
 /// Number of steps that are printed from the beginning and from the end of a long program.

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     report::{bytes, count, counted, grouped},
-    stdout::say,
+    say,
 };
 
 impl Figures {

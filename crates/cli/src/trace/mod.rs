@@ -29,7 +29,7 @@ use crate::{
     job::Job,
     message,
     report::{counted, json_line},
-    stdout::say,
+    say,
 };
 
 const EXAMPLES: &str = "Examples:

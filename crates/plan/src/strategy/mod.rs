@@ -56,6 +56,7 @@ pub(crate) use exchange::backward_mode;
 pub use exchange::{ExchangeFields, HeadAxis, HeadField};
 pub use group_layout::GroupLayout;
 pub use head_grid::HeadGrid;
+pub use memory::{GRADIENT_BUFFERS, block_buffers, gradient_buffers};
 pub(crate) use traffic::PassMessage;
 pub use traffic::{RingRows, StrategyTraffic, TrafficOptions};
 
