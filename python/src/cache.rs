@@ -8,9 +8,9 @@ use annulus_core::Control;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
+    Raises,
     array::{array, check_outputs, needed, view},
     config::{Lengths, PyBackend, open_backend},
-    Raises,
     option_fields::Config,
     plan::{PyReport, PyRuns, machine_threads, spelled, spelled_runs},
     session::{Session, by_dtype},

@@ -21,8 +21,8 @@ use bytemuck::Pod;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    array::{array, dtype_of},
     Raises,
+    array::{array, dtype_of},
     masks::{Callback, dense_mask},
     option_fields::Config,
 };

@@ -29,8 +29,8 @@ use pyo3::{
 
 use self::dlpack::{DataType, ManagedTensor, Place, Tensor};
 use crate::{
-    array::{ArrayInterface, NATIVE, TYPES, dtype_of, names_of},
     Raises,
+    array::{ArrayInterface, NATIVE, TYPES, dtype_of, names_of},
     signals::{Interruptible, Signals},
 };
 

@@ -16,7 +16,7 @@ use annulus::{
 };
 use pyo3::{exceptions::PyTypeError, prelude::*};
 
-use crate::{array::Array, Raises};
+use crate::{Raises, array::Array};
 
 /// A function of Python's that kernels call, and the first exception that it raised.
 pub(crate) struct Callback {

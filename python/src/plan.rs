@@ -21,9 +21,9 @@ use crate::device::DevicePlan;
 #[cfg(feature = "mpi")]
 use crate::endpoint::Carrier;
 use crate::{
+    Raises,
     array::{Array, array, check_outputs, needed, view, view_mut},
     config::{Lengths, PyBackend, batch, open_backend},
-    Raises,
     option_fields::Config,
     session::{Session, by_dtype},
     signals::{Interruptible, Signals},

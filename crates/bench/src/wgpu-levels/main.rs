@@ -1,6 +1,6 @@
 //! Speed and correctness of every level of a wgpu adapter, forward and backward. Prints JSON lines.
-//! `scripts/wgpu-lease` runs it. A software adapter (`scripts/with-lavapipe`) needs smaller sizes, such
-//! as `lens=256 heads=1 roof=256`.
+//! `scripts/wgpu-lease` runs it. A software adapter (`scripts/with-lavapipe`) needs smaller sizes,
+//! such as `lens=256 heads=1 roof=256`.
 //!
 //! ```text
 //! wgpu-levels [device=0] [levels=plain,matrix] [dtypes=f32,f16] [dims=64,128]
