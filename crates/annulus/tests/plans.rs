@@ -4,8 +4,8 @@
 //!   layout, and the same bits as the calls that return new tensors.
 //! * `Strategy::Auto` on a machine: the least predicted time, the same machine on all ranks, and
 //!   machines that are refused.
-//! * Sums of gradients over ranks that are long enough to be made by slices: their bits are those of
-//!   sums in ring order, and their bytes are predicted.
+//! * Sums of gradients over ranks that are long enough to be made by slices: their bits are those
+//!   of sums in ring order, and their bytes are predicted.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use annulus::{

@@ -1,6 +1,6 @@
 //! JVP and double backward against the oracle: random attentions on rings of threads, and what is
-//! refused. The oracle itself against torch's autograd; `python/tests/second_derivatives.py` compares
-//! the ring with finite differences.
+//! refused. The oracle itself against torch's autograd; `python/tests/second_derivatives.py`
+//! compares the ring with finite differences.
 //!
 //! The error that a result may have follows from its condition: the oracle computes inputs that are
 //! changed by a relative δ = 2⁻²⁰, and the largest change of an array, divided by δ, is multiplied

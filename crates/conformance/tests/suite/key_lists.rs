@@ -1,7 +1,7 @@
 //! Key lists: random ones with every other condition of the mask, selected keys by head group,
 //! blocks, and a mesh, on several ranks, against the oracle under the equal dense mask. Rows that
-//! are sent are exactly those that are needed. Bad lists change nothing. And neighbourhoods on grids:
-//! results, and the rows that ranks receive.
+//! are sent are exactly those that are needed. Bad lists change nothing. And neighbourhoods on
+//! grids: results, and the rows that ranks receive.
 
 use std::{collections::BTreeSet, sync::Arc};
 

@@ -2,8 +2,8 @@
 //!
 //! This file has the facade, called as a user calls it: whole tensors in, whole tensors out. An
 //! eighth of the matrix, 100 random cases, every strategy. And the oracle compared with golden
-//! answers, which were computed elsewhere; `annulus check` computes them by the facade, on all ranks
-//! and layouts.
+//! answers, which were computed elsewhere; `annulus check` computes them by the facade, on all
+//! ranks and layouts.
 //!
 //! It also has the CPU backend over threads. In full: mask family × ranks × layout at tiny sizes
 //! (dims, element types and other features at random, see `suite/matrix.rs`), the awkward sizes,

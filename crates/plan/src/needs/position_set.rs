@@ -1,5 +1,5 @@
-//! Sets of positions as intervals of segments: the union of the key intervals of one rank's queries,
-//! and the rows of a shard whose positions are in a set.
+//! Sets of positions as intervals of segments: the union of the key intervals of one rank's
+//! queries, and the rows of a shard whose positions are in a set.
 
 use std::{collections::BTreeMap, ops::Range};
 

@@ -1,5 +1,5 @@
-//! Memory of a rank under a strategy: message buffers, and tensors of the heads of a member. And the
-//! sizes of the buffers for the blocks that a rank receives in a pass.
+//! Memory of a rank under a strategy: message buffers, and tensors of the heads of a member. And
+//! the sizes of the buffers for the blocks that a rank receives in a pass.
 
 use annulus_core::{BackwardMode, Dims, RowLayout, Side, Spec};
 
