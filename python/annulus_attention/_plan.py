@@ -465,11 +465,6 @@ class Plan:
         self._plan.list_bias_gradient({"dlist_bias": dlist_bias})
         return dlist_bias
 
-    def _set_list_bias_direction(self, name: str, direction: Any) -> None:
-        """Sets the direction of the values of key_lists in the next pass."""
-        if direction is not None:
-            self._plan.set_list_bias_direction({"direction": _key_lists.numbers(name, direction)})
-
     def jvp(
         self,
         query: Any,
@@ -508,7 +503,7 @@ class Plan:
                 "out_tangent": memory.empty(whole, self._dtype, like),
                 "lse_tangent": memory.empty(statistics, acc, like),
             }
-            self._set_list_bias_direction("list_bias_tangent", list_bias_tangent)
+            direction |= _list_bias_direction("list_bias_tangent", list_bias_tangent)
             reports = self._plan.jvp({**inputs.arrays, **direction, **outputs})
         results = {
             name: memory.given_back(array, self._dtype if name.startswith("out") else acc, like)
@@ -562,7 +557,7 @@ class Plan:
             ddout = memory.empty(whole, self._dtype, like)
             ddlse = memory.empty(statistics, acc, like)
             written = {**gradients, "ddout": ddout, "ddlse": ddlse}
-            self._set_list_bias_direction("dlist_bias_cotangent", dlist_bias_cotangent)
+            arrays |= _list_bias_direction("dlist_bias_cotangent", dlist_bias_cotangent)
             reports = reports_of(self._plan.double_backward({**arrays, **written}))
             dlist_bias = self._list_bias_gradient()
         of_inputs = self._gradients(inputs, gradients, reports)
@@ -763,6 +758,11 @@ def _place(
     if threads is not None:
         raise invalid("threads", threads, "None: the backend cuda computes on a GPU")
     return Place(device, handle)
+
+
+def _list_bias_direction(name: str, direction: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the direction of the values of key_lists for the library."""
+    return {} if direction is None else {"list_bias_direction": _key_lists.numbers(name, direction)}
 
 
 def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:

@@ -167,22 +167,6 @@ impl Plan {
         })
     }
 
-    /// Sets the direction of the bias of the key lists in the next JVP or double backward.
-    fn set_list_bias_direction(&self, arrays: &Bound<'_, PyDict>) -> Raises<()> {
-        let direction = needed(arrays, "direction")?;
-        let direction = direction.view::<f64, Ix1>()?.to_vec();
-        self.session.with(|engine| {
-            match engine {
-                Engine::Local(ring) => ring.set_list_bias_direction(&direction)?,
-                #[cfg(feature = "mpi")]
-                Engine::Rank(plan) => plan.set_list_bias_direction(direction),
-                #[cfg(feature = "cuda")]
-                Engine::Device(_) => return Err(no_second_derivatives().into()),
-            }
-            Ok(())
-        })
-    }
-
     /// Writes the gradient of the bias of the key lists to `dlist_bias`.
     fn list_bias_gradient(&self, arrays: &Bound<'_, PyDict>) -> Raises<()> {
         let into = needed(arrays, "dlist_bias")?;
@@ -447,6 +431,7 @@ impl Plan {
         arrays: &Bound<'_, PyDict>,
     ) -> Raises<Vec<PyReport>> {
         let (inputs, tangents) = (inputs(arrays)?, direction(arrays)?);
+        let list_bias = list_bias_direction(arrays)?;
         let [out, lse, out_tangent, lse_tangent] = [
             needed(arrays, "out")?,
             needed(arrays, "lse")?,
@@ -459,9 +444,9 @@ impl Plan {
         self.session.with(|engine| {
             let (tensors, tangents) = (tensors::<T>(&inputs)?, tensors::<T>(&tangents)?);
             let jvp = self.session.run(py, || match engine {
-                Engine::Local(ring) => ring.jvp(&tensors, &tangents),
+                Engine::Local(ring) => ring.jvp(&tensors, &tangents, list_bias.as_deref()),
                 #[cfg(feature = "mpi")]
-                Engine::Rank(plan) => plan.jvp(&tensors, &tangents),
+                Engine::Rank(plan) => plan.jvp(&tensors, &tangents, list_bias.as_deref()),
                 #[cfg(feature = "cuda")]
                 Engine::Device(_) => Err(no_second_derivatives()),
             })?;
@@ -482,6 +467,7 @@ impl Plan {
         arrays: &Bound<'_, PyDict>,
     ) -> Raises<Vec<PyReport>> {
         let (inputs, cotangents) = (inputs(arrays)?, direction(arrays)?);
+        let list_bias = list_bias_direction(arrays)?;
         let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
         let gradients = gradients(arrays)?;
         let (ddout, ddlse) = (needed(arrays, "ddout")?, needed(arrays, "ddlse")?);
@@ -492,10 +478,15 @@ impl Plan {
         self.session.with(|engine| {
             let (tensors, cotangents) = (tensors::<T>(&inputs)?, tensors::<T>(&cotangents)?);
             let (dout, dlse) = (dout.view()?, view(&dlse)?);
+            let list_bias = list_bias.as_deref();
             let double = self.session.run(py, || match engine {
-                Engine::Local(ring) => ring.double_backward(&tensors, dout, dlse, &cotangents),
+                Engine::Local(ring) => {
+                    ring.double_backward(&tensors, dout, dlse, &cotangents, list_bias)
+                }
                 #[cfg(feature = "mpi")]
-                Engine::Rank(plan) => plan.double_backward(&tensors, dout, dlse, &cotangents),
+                Engine::Rank(plan) => {
+                    plan.double_backward(&tensors, dout, dlse, &cotangents, list_bias)
+                }
                 #[cfg(feature = "cuda")]
                 Engine::Device(_) => Err(no_second_derivatives()),
             })?;
@@ -563,6 +554,12 @@ fn direction<'py>(arrays: &Bound<'py, PyDict>) -> Raises<Inputs<Array<'py>>> {
         bias: array(arrays, "bias_direction")?,
         sinks: array(arrays, "softmax_aux_direction")?,
     })
+}
+
+/// Reads the direction of the bias of the key lists.
+fn list_bias_direction(arrays: &Bound<'_, PyDict>) -> Raises<Option<Vec<f64>>> {
+    let Some(numbers) = array(arrays, "list_bias_direction")? else { return Ok(None) };
+    Ok(Some(numbers.view::<f64, Ix1>()?.to_vec()))
 }
 
 /// Reads the gradients of inputs, which a pass writes.

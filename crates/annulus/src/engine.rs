@@ -33,7 +33,6 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn figures(&self) -> RankFigures;
     fn schedule(&self) -> Schedule;
     fn list_bias_gradient(&self) -> Option<Vec<f64>>;
-    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>);
     fn work(&self) -> (Work, usize);
     fn bytes_predicted(&self, pass: PassKind) -> u64;
     fn on_step(&mut self, hook: StepHook);
@@ -51,11 +50,13 @@ pub(crate) trait RankEngine<S: Space>: fmt::Debug + fmt::Display + Send {
     fn jvp(
         &mut self,
         inputs: TangentInputs<View<'_, S>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, S>>,
     ) -> Result<Report>;
     fn double_backward(
         &mut self,
         inputs: TangentInputs<View<'_, S>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, S>>,
         gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report>;
@@ -132,10 +133,6 @@ where
         self.list_bias_gradient()
     }
 
-    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
-        self.set_list_bias_direction(direction);
-    }
-
     fn work(&self) -> (Work, usize) {
         (self.work(), facts_of_ring(self).ring_index)
     }
@@ -171,18 +168,20 @@ where
     fn jvp(
         &mut self,
         inputs: TangentInputs<View<'_, S>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.jvp(&inputs, outputs)
+        self.jvp(&inputs, list_bias, outputs)
     }
 
     fn double_backward(
         &mut self,
         inputs: TangentInputs<View<'_, S>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, S>>,
         gradients: &mut Gradients<ViewMut<'_, S>>,
     ) -> Result<Report> {
-        self.double_backward(&inputs, outputs, gradients)
+        self.double_backward(&inputs, list_bias, outputs, gradients)
     }
 
     fn refuse(&mut self, why: Error) -> Error {
@@ -211,10 +210,6 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
 
     fn figures(&self) -> RankFigures {
         RankFigures { buffer_bytes: self.buffer_bytes(), ..figures_of_ring(self.ring()) }
-    }
-
-    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
-        self.set_list_bias_direction(direction);
     }
 
     fn schedule(&self) -> Schedule {
@@ -261,18 +256,20 @@ impl<B: Backend<Space: HostTensors>> RankEngine<Host> for HeadsRing<B> {
     fn jvp(
         &mut self,
         inputs: TangentInputs<HostView<'_>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        self.jvp(&inputs, outputs)
+        self.jvp(&inputs, list_bias, outputs)
     }
 
     fn double_backward(
         &mut self,
         inputs: TangentInputs<HostView<'_>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
         gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        self.double_backward(&inputs, outputs, gradients)
+        self.double_backward(&inputs, list_bias, outputs, gradients)
     }
 
     fn refuse(&mut self, why: Error) -> Error {

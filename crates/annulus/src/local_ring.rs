@@ -32,7 +32,6 @@ pub struct LocalRing {
     pub(crate) ranks: Vec<Plan>,
     /// Key lists of all queries.
     key_lists: Option<Arc<KeyLists>>,
-    pub(crate) list_bias_direction: Option<Vec<f64>>,
     /// Reports of the last pass, one per rank.
     reports: Vec<Report>,
 }
@@ -82,7 +81,7 @@ impl LocalRing {
         }
         setup.runtime = setup.runtime.of_threads();
         let ranks = each_rank(ring, |rank, endpoint| plan(rank, &setup, endpoint))?;
-        Ok(Self { dims, ranks, key_lists: None, list_bias_direction: None, reports: Vec::new() })
+        Ok(Self { dims, ranks, key_lists: None, reports: Vec::new() })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -152,41 +151,21 @@ impl LocalRing {
         Some(whole)
     }
 
-    /// Sets the direction of the bias of the key lists in the next JVP or double backward, as
-    /// [`Plan::set_list_bias_direction`].
-    ///
-    /// # Shapes
-    /// `[listed pairs]`, in the order of [`KeyLists`].
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for another number of elements.
-    pub fn set_list_bias_direction(&mut self, direction: &[f64]) -> Result<()> {
-        self.list_bias_direction = None;
-        self.check_list_bias_direction(direction)?;
-        self.list_bias_direction = Some(direction.to_vec());
-        Ok(())
-    }
-
-    fn check_list_bias_direction(&self, direction: &[f64]) -> Result<()> {
-        if self.key_lists.as_ref().is_some_and(|lists| lists.len() == direction.len()) {
-            return Ok(());
+    /// Checks numbers of all listed pairs, and returns them with the lists.
+    pub(crate) fn list_bias_direction<'d>(
+        &self,
+        direction: Option<&'d [f64]>,
+    ) -> Result<Option<(Arc<KeyLists>, &'d [f64])>> {
+        let Some(direction) = direction else { return Ok(None) };
+        match &self.key_lists {
+            Some(lists) if lists.len() == direction.len() => {
+                Ok(Some((Arc::clone(lists), direction)))
+            }
+            _ => {
+                let got = format!("{} numbers", direction.len());
+                Err(Error::invalid("direction of key_list_bias", got, "one for each listed pair"))
+            }
         }
-        let got = format!("{} numbers", direction.len());
-        Err(Error::invalid("direction of key_list_bias", got, "one for each listed pair"))
-    }
-
-    /// Divides the direction among the ranks, whose next pass takes it. The lists may have changed
-    /// since it was set.
-    pub(crate) fn divide_list_bias_direction(&mut self, direction: Option<Vec<f64>>) -> Result<()> {
-        direction.as_ref().map_or(Ok(()), |direction| self.check_list_bias_direction(direction))?;
-        for plan in &mut self.ranks {
-            let of_rank = |(lists, direction): (&KeyLists, &Vec<f64>)| {
-                entries_of(lists, plan.q_rows()).map(|entry| direction[entry]).collect()
-            };
-            let of_rank = self.key_lists.as_deref().zip(direction.as_ref()).map(of_rank);
-            plan.engine.set_list_bias_direction(of_rank);
-        }
-        Ok(())
     }
 
     /// Computes out and lse.
@@ -581,7 +560,7 @@ impl std::fmt::Display for LocalRing {
 
 /// Returns the entries of the lists of the queries `rows`, in the order of the lists of a rank that
 /// owns them.
-fn entries_of(lists: &KeyLists, rows: &Runs) -> impl Iterator<Item = usize> {
+pub(crate) fn entries_of(lists: &KeyLists, rows: &Runs) -> impl Iterator<Item = usize> {
     let [batches, groups, _] = lists.shape();
     let planes = (0..batches).flat_map(move |batch| (0..groups).map(move |group| (batch, group)));
     planes.flat_map(move |(batch, group)| {

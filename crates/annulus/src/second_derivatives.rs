@@ -1,11 +1,16 @@
 //! Second derivatives: the JVP and the double backward of plans and of rings in one process.
 
+use std::sync::Arc;
+
 use annulus_comm::{ring::Report, threads::each_rank};
-use annulus_core::{Dims, Element, Error, Result, TangentInputs, TangentOutputs, index, memory};
+use annulus_core::{
+    Dims, Element, Error, KeyLists, Result, TangentInputs, TangentOutputs, index, memory,
+};
 use ndarray::{Array3, Array4, ArrayView3, ArrayView4, Axis};
 
 use crate::{
     Backward, LocalRing, Plan, Tensors,
+    local_ring::entries_of,
     plan::{gradient_views, inputs, rows, rows_mut, zero_gradients},
     rank_tensors::{RankTensors, get_rows, put_rows},
 };
@@ -40,31 +45,14 @@ pub struct DoubleBackward<T: Element> {
 }
 
 impl Plan {
-    /// Sets the direction of the bias of this rank's key lists in the next [`Plan::jvp`], or its
-    /// cotangent in the next [`Plan::double_backward`], which [`Plan::list_bias_gradient`] then has
-    /// the gradient of. Default: 0.
-    ///
-    /// # Shapes
-    /// `[listed pairs]`, in the order of [`KeyLists`](crate::mask::KeyLists). The pass refuses
-    /// another number of elements.
-    ///
-    /// # Ordering
-    /// Local.
-    pub fn set_list_bias_direction(&mut self, direction: Vec<f64>) {
-        self.engine.set_list_bias_direction(Some(direction));
-    }
-
-    /// Refuses a pass that would have taken the direction of the bias of key lists.
-    fn refuse_tangents(&mut self, why: Error) -> Error {
-        self.engine.set_list_bias_direction(None);
-        self.engine.refuse(why)
-    }
-
     /// Computes out, lse and their derivatives along `tangents`, by forward-mode differentiation. A
-    /// bias or sinks without a tangent have the tangent 0.
+    /// bias or sinks without a tangent have the tangent 0; so has the bias of the key lists without
+    /// `list_bias_tangent`.
     ///
     /// # Shapes
-    /// [`Tensors`] and [`Jvp`], with this rank's rows; `tangents` as `tensors`.
+    /// [`Tensors`] and [`Jvp`], with this rank's rows; `tangents` as `tensors`; `list_bias_tangent`
+    /// `[listed pairs]` of this rank's queries, in the order of
+    /// [`KeyLists`](crate::mask::KeyLists).
     ///
     /// # Ordering
     /// Collective.
@@ -82,9 +70,10 @@ impl Plan {
         &mut self,
         tensors: &Tensors<'_, T>,
         tangents: &Tensors<'_, T>,
+        list_bias_tangent: Option<&[f64]>,
     ) -> Result<Jvp<T>> {
         let zeros = zero_jvp(self);
-        let mut jvp = zeros.map_err(|error| self.refuse_tangents(error))?;
+        let mut jvp = zeros.map_err(|error| self.engine.refuse(error))?;
         let inputs = TangentInputs {
             primal: inputs(tensors),
             tangent: inputs(tangents),
@@ -97,14 +86,15 @@ impl Plan {
             out: Some(T::view_mut(jvp.out.view_mut())),
             lse: Some(rows_mut::<T>(jvp.lse.view_mut())),
         };
-        let report = self.engine.jvp(inputs, &mut outputs)?;
+        let report = self.engine.jvp(inputs, list_bias_tangent, &mut outputs)?;
         jvp.reports.push(report);
         Ok(jvp)
     }
 
     /// Computes the gradients of [`Plan::backward`]'s gradients: those of ⟨`cotangents`, (dq, dk,
     /// dv, dbias, dsoftmax_aux)⟩ with respect to the inputs, dout and dlse. A bias or sinks without
-    /// a cotangent have the cotangent 0.
+    /// a cotangent have the cotangent 0; so has the bias of the key lists without
+    /// `list_bias_cotangent`, whose gradient [`Plan::list_bias_gradient`] then has.
     ///
     /// It needs no result of a forward pass, which it computes again.
     ///
@@ -113,7 +103,7 @@ impl Plan {
     ///
     /// # Shapes
     /// `cotangents` as `tensors`, dout and dlse as of [`Plan::backward`]; [`DoubleBackward`] with
-    /// this rank's rows.
+    /// this rank's rows; `list_bias_cotangent` as `list_bias_tangent` of [`Plan::jvp`].
     ///
     /// # Ordering
     /// Collective.
@@ -131,9 +121,10 @@ impl Plan {
         dout: ArrayView4<'_, T>,
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         cotangents: &Tensors<'_, T>,
+        list_bias_cotangent: Option<&[f64]>,
     ) -> Result<DoubleBackward<T>> {
         let zeros = zero_double_backward(self, tensors);
-        let mut double = zeros.map_err(|error| self.refuse_tangents(error))?;
+        let mut double = zeros.map_err(|error| self.engine.refuse(error))?;
         let inputs = TangentInputs {
             primal: inputs(tensors),
             tangent: inputs(cotangents),
@@ -147,7 +138,9 @@ impl Plan {
             lse: None,
         };
         let mut gradients = gradient_views(double.inputs.view_mut());
-        let report = self.engine.double_backward(inputs, &mut outputs, &mut gradients)?;
+        let list_bias = list_bias_cotangent;
+        let report =
+            self.engine.double_backward(inputs, list_bias, &mut outputs, &mut gradients)?;
         double.inputs.reports.push(report);
         Ok(double)
     }
@@ -167,7 +160,8 @@ impl LocalRing {
     /// Computes out, lse and their derivatives along `tangents`, as [`Plan::jvp`].
     ///
     /// # Shapes
-    /// [`Tensors`] and [`Jvp`], with all rows; `tangents` as `tensors`.
+    /// [`Tensors`] and [`Jvp`], with all rows; `tangents` as `tensors`; `list_bias_tangent` of all
+    /// listed pairs.
     ///
     /// # Ordering
     /// Local: all ranks are threads of this process.
@@ -178,18 +172,21 @@ impl LocalRing {
         &mut self,
         tensors: &Tensors<'_, T>,
         tangents: &Tensors<'_, T>,
+        list_bias_tangent: Option<&[f64]>,
     ) -> Result<Jvp<T>> {
-        let direction = self.list_bias_direction.take();
         self.check(tensors)?;
         self.check(tangents).map_err(of_tangent)?;
-        self.divide_list_bias_direction(direction)?;
+        let list_bias = self.list_bias_direction(list_bias_tangent)?;
         // for the same time
         let (tensors, tangents) = (&tensors.reborrow(), &tangents.reborrow());
         let parts = each_rank(&mut self.ranks, |_, plan| {
             let of_rank = |whole| RankTensors::of(whole, plan.q_rows(), plan.kv_rows());
             match of_rank(tensors).and_then(|of| Ok((of, of_rank(tangents)?))) {
-                Ok((tensors, tangents)) => plan.jvp(&tensors.tensors(), &tangents.tensors()),
-                Err(error) => Err(plan.refuse_tangents(error)),
+                Ok((tensors, tangents)) => {
+                    let list_bias = of_listed_pairs(plan, list_bias.as_ref());
+                    plan.jvp(&tensors.tensors(), &tangents.tensors(), list_bias.as_deref())
+                }
+                Err(error) => Err(plan.engine.refuse(error)),
             }
         })?;
         let mut whole = zero_outputs(self.plan(), self.plan().spec().dims.q_len)?;
@@ -220,13 +217,13 @@ impl LocalRing {
         dout: ArrayView4<'_, T>,
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
         cotangents: &Tensors<'_, T>,
+        list_bias_cotangent: Option<&[f64]>,
     ) -> Result<DoubleBackward<T>> {
-        let direction = self.list_bias_direction.take();
         self.check(tensors)?;
         self.check(cotangents).map_err(of_tangent)?;
         let dlse_shape = dlse.as_ref().map(|dlse| dlse.shape());
         self.check_rows([("dout", Some(dout.shape())), ("dlse", dlse_shape)])?;
-        self.divide_list_bias_direction(direction)?;
+        let list_bias = self.list_bias_direction(list_bias_cotangent)?;
         let (tensors, cotangents) = (&tensors.reborrow(), &cotangents.reborrow());
         let parts = each_rank(&mut self.ranks, |_, plan| {
             let of_rank = || {
@@ -238,10 +235,17 @@ impl LocalRing {
             match of_rank() {
                 Ok((tensors, cotangents, dout, dlse)) => {
                     let dlse = dlse.as_ref().map(|dlse| dlse.view());
-                    let cotangents = &cotangents.tensors();
-                    plan.double_backward(&tensors.tensors(), dout.view(), dlse, cotangents)
+                    let (tensors, cotangents) = (&tensors.tensors(), &cotangents.tensors());
+                    let list_bias = of_listed_pairs(plan, list_bias.as_ref());
+                    plan.double_backward(
+                        tensors,
+                        dout.view(),
+                        dlse,
+                        cotangents,
+                        list_bias.as_deref(),
+                    )
                 }
-                Err(error) => Err(plan.refuse_tangents(error)),
+                Err(error) => Err(plan.engine.refuse(error)),
             }
         })?;
         let jvp = zero_outputs::<T>(self.plan(), self.plan().spec().dims.q_len)?;
@@ -272,6 +276,12 @@ impl LocalRing {
         whole.reports = parts.into_iter().flat_map(|part| part.inputs.reports).collect();
         Ok(DoubleBackward { inputs: whole, ddout, ddlse })
     }
+}
+
+/// Returns the numbers of the listed pairs of a rank's queries.
+fn of_listed_pairs(plan: &Plan, whole: Option<&(Arc<KeyLists>, &[f64])>) -> Option<Vec<f64>> {
+    let (lists, numbers) = whole?;
+    Some(entries_of(lists, plan.q_rows()).map(|entry| numbers[entry]).collect())
 }
 
 /// Zeros of the shapes of the outputs of a JVP of this rank.

@@ -67,8 +67,8 @@ fn run<T: Element>(parameters: &Parameters) -> Result<()> {
                 ("backward", Some(forward)) => {
                     drop(ring.backward(&primal, forward, dout.view(), None)?);
                 }
-                ("jvp", _) => drop(ring.jvp(&primal, &tangent)?),
-                _ => drop(ring.double_backward(&primal, dout.view(), None, &tangent)?),
+                ("jvp", _) => drop(ring.jvp(&primal, &tangent, None)?),
+                _ => drop(ring.double_backward(&primal, dout.view(), None, &tangent, None)?),
             }
             *best = best.min(cpu_seconds() - begin);
         }

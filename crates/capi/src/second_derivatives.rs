@@ -332,10 +332,10 @@ impl ProcessPlan {
                 Ok((tensors, tangents, out, lse, outputs))
             });
             let (tensors, (tangents, list_bias), out, lse, outputs) = self.admit(viewed)?;
-            self.set_list_bias_direction(list_bias)?;
+            let list_bias = list_bias.as_deref();
             let jvp = match self {
-                Self::Ring(ring) => ring.jvp(&tensors, &tangents),
-                Self::Rank(plan) => plan.jvp(&tensors, &tangents),
+                Self::Ring(ring) => ring.jvp(&tensors, &tangents, list_bias),
+                Self::Rank(plan) => plan.jvp(&tensors, &tangents, list_bias),
                 #[cfg(feature = "cuda")]
                 Self::Device(_) => Err(on_device()),
             }?;
@@ -348,20 +348,6 @@ impl ProcessPlan {
             outputs.assign(&jvp.out_tangent, &jvp.lse_tangent);
             Ok(())
         })
-    }
-
-    /// Sets the direction of the bias of key lists in the next pass.
-    fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) -> Result<()> {
-        let Some(direction) = direction else { return Ok(()) };
-        match self {
-            Self::Ring(ring) => ring.set_list_bias_direction(&direction),
-            Self::Rank(plan) => {
-                plan.set_list_bias_direction(direction);
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            Self::Device(_) => Err(on_device()),
-        }
     }
 
     /// Computes a double backward, or refuses it on all ranks.
@@ -394,10 +380,14 @@ impl ProcessPlan {
             });
             let (tensors, (cotangents, dout, dlse), gradients, outputs) = self.admit(viewed)?;
             let (cotangents, list_bias) = cotangents;
-            self.set_list_bias_direction(list_bias)?;
+            let list_bias = list_bias.as_deref();
             let double = match self {
-                Self::Ring(ring) => ring.double_backward(&tensors, dout, dlse, &cotangents),
-                Self::Rank(plan) => plan.double_backward(&tensors, dout, dlse, &cotangents),
+                Self::Ring(ring) => {
+                    ring.double_backward(&tensors, dout, dlse, &cotangents, list_bias)
+                }
+                Self::Rank(plan) => {
+                    plan.double_backward(&tensors, dout, dlse, &cotangents, list_bias)
+                }
                 #[cfg(feature = "cuda")]
                 Self::Device(_) => Err(on_device()),
             }?;

@@ -45,8 +45,8 @@ fn by_rust(ranks: usize) -> Vec<u8> {
     let [q, k, v] = direction.each_ref().map(|tensor| tensor.view());
     let direction = Tensors::new(q, k, v);
     let mut ring = new(attention.second_derivatives(true));
-    let jvp = ring.jvp(&tensors, &direction).unwrap();
-    let double = ring.double_backward(&tensors, dout, Some(dlse.view()), &direction).unwrap();
+    let jvp = ring.jvp(&tensors, &direction, None).unwrap();
+    let double = ring.double_backward(&tensors, dout, Some(dlse.view()), &direction, None).unwrap();
     let all = all.chain(&jvp.out).chain(&jvp.lse);
     let all = all.chain(&double.inputs.dq).chain(&double.inputs.dk).chain(&double.inputs.dv);
     let all = all.chain(&jvp.out_tangent).chain(&jvp.lse_tangent);

@@ -738,10 +738,10 @@ fn key_lists_with_a_bias_have_second_derivatives() {
     let mut ring = LocalRing::new(setup, DIMS, RANKS).unwrap();
     ring.update(&lists).unwrap();
     let tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
-    ring.set_list_bias_direction(direction.as_slice().unwrap()).unwrap();
-    let jvp = ring.jvp(&tensors, &tensors).unwrap();
-    ring.set_list_bias_direction(direction.as_slice().unwrap()).unwrap();
-    let double = ring.double_backward(&tensors, data.dout.view(), None, &tensors).unwrap();
+    let list_bias = direction.as_slice();
+    let jvp = ring.jvp(&tensors, &tensors, list_bias).unwrap();
+    let dout = data.dout.view();
+    let double = ring.double_backward(&tensors, dout, None, &tensors, list_bias).unwrap();
 
     let mut options = options(DIMS);
     options.second_derivatives = 1;

@@ -157,17 +157,11 @@ impl Directed {
         let direction = Owned::<T>::of(&self.direction);
         let dout: Array4<T> = cast(&self.case.dout);
         let dlse = self.case.dlse.as_ref().map(cast::<T::Accumulator, _>);
-        let lists = |case: &Case| case.batch.key_lists.clone().filter(|of| of.bias().is_some());
-        let set_list_bias = |ring: &mut LocalRing| match lists(&self.direction) {
-            Some(lists) => ring.set_list_bias_direction(lists.bias().unwrap()),
-            None => Ok(()),
-        };
-        set_list_bias(ring)?;
-        let jvp = ring.jvp(&primal.tensors(), &direction.tensors())?;
-        set_list_bias(ring)?;
+        let list_bias = lists_with_bias(&self.direction).and_then(|lists| lists.bias());
+        let jvp = ring.jvp(&primal.tensors(), &direction.tensors(), list_bias)?;
         let dlse = dlse.as_ref().map(|dlse| dlse.view());
         let (primal, direction) = (primal.tensors(), direction.tensors());
-        let double = ring.double_backward(&primal, dout.view(), dlse, &direction)?;
+        let double = ring.double_backward(&primal, dout.view(), dlse, &direction, list_bias)?;
         let sent = |report: &annulus::Report| report.bytes_sent == report.bytes_predicted;
         assert!(jvp.reports.iter().chain(&double.inputs.reports).all(sent));
         let bits = |x: &T| if x.to_f64().is_nan() { u64::MAX } else { x.to_f64().to_bits() };
@@ -183,9 +177,9 @@ impl Directed {
             ("dv", widened(&gradients.dv)),
         ];
         results.extend(gradients.dbias.map(|dbias| ("dbias", widened(&dbias))));
-        if let Some(lists) = lists(&self.case) {
+        if let Some(lists) = lists_with_bias(&self.case) {
             let dbias = ring.list_bias_gradient().unwrap();
-            results.push(("dbias", as_bias(&lists, &dbias, self.case.spec.dims.kv_len).into_dyn()));
+            results.push(("dbias", as_bias(lists, &dbias, self.case.spec.dims.kv_len).into_dyn()));
         }
         results.extend(gradients.dsoftmax_aux.map(|dsinks| ("dsoftmax_aux", widened(&dsinks))));
         Ok(results)
@@ -225,6 +219,11 @@ impl Directed {
         }
         Ok(())
     }
+}
+
+/// Returns the lists of a case whose bias has a derivative.
+fn lists_with_bias(case: &Case) -> Option<&KeyLists> {
+    case.batch.key_lists.as_deref().filter(|lists| lists.bias().is_some())
 }
 
 /// Differences of finite numbers.
@@ -518,44 +517,41 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
     let x = Array4::<f32>::ones((1, 512, 2, 8));
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut plain = LocalRing::new(new(), dims, 2).unwrap();
-    let error = plain.jvp(&tensors, &tensors).unwrap_err();
+    let error = plain.jvp(&tensors, &tensors, None).unwrap_err();
     assert!(error.to_string().contains("second_derivatives"), "{error}");
-    let error = plain.double_backward(&tensors, x.view(), None, &tensors).unwrap_err();
+    let error = plain.double_backward(&tensors, x.view(), None, &tensors, None).unwrap_err();
     assert!(error.to_string().contains("second_derivatives"), "{error}");
     let forward_only = new().forward_only(true).second_derivatives(true);
     let mut ring = LocalRing::new(forward_only, dims, 2).unwrap();
-    ring.jvp(&tensors, &tensors).unwrap();
-    let error = ring.double_backward(&tensors, x.view(), None, &tensors).unwrap_err();
+    ring.jvp(&tensors, &tensors, None).unwrap();
+    let error = ring.double_backward(&tensors, x.view(), None, &tensors, None).unwrap_err();
     assert!(error.to_string().contains("forward only"), "{error}");
 
     // a direction of another shape, and of a tensor that is not there
     let mut ring = LocalRing::new(new().second_derivatives(true), dims, 2).unwrap();
     let short = Array4::<f32>::ones((1, 512, 2, 4));
     let wrong = Tensors::new(short.view(), x.view(), x.view());
-    assert!(ring.jvp(&tensors, &wrong).is_err());
+    assert!(ring.jvp(&tensors, &wrong, None).is_err());
     let bias = Array4::<f32>::ones((1, 1, 1, 1));
-    assert!(ring.jvp(&tensors, &tensors.reborrow().with_bias(bias.view())).is_err());
-    ring.jvp(&tensors, &tensors).unwrap();
+    assert!(ring.jvp(&tensors, &tensors.reborrow().with_bias(bias.view()), None).is_err());
+    ring.jvp(&tensors, &tensors, None).unwrap();
 
-    // numbers of lists that are not there, once
+    // numbers of lists, or of a bias, that are not there
     let refused = |error: Error| error.to_string().contains("direction of key_list_bias");
-    assert!(refused(ring.set_list_bias_direction(&[1.0]).unwrap_err()));
+    let direction = Some(&[1.0; 512][..]);
+    assert!(refused(ring.jvp(&tensors, &tensors, direction).unwrap_err()));
     let one = KeyLists::new((0..=512).collect(), vec![3; 512]).unwrap();
     ring.update(&Batch { key_lists: Some(Arc::new(one.clone())), ..Batch::default() }).unwrap();
-    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
-    assert!(refused(ring.jvp(&tensors, &tensors).unwrap_err()));
-    ring.jvp(&tensors, &tensors).unwrap();
+    assert!(refused(ring.jvp(&tensors, &tensors, direction).unwrap_err()));
+    ring.jvp(&tensors, &tensors, None).unwrap();
 
-    // a refused pass takes the direction that was set for it
     let one = one.with_bias(vec![0.5; 512]).unwrap();
     ring.update(&Batch { key_lists: Some(Arc::new(one)), ..Batch::default() }).unwrap();
-    let without = ring.jvp(&tensors, &tensors).unwrap().lse_tangent;
-    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
-    let error = ring.jvp(&tensors, &wrong).unwrap_err();
+    assert!(refused(ring.jvp(&tensors, &tensors, Some(&[1.0])).unwrap_err()));
+    let without = ring.jvp(&tensors, &tensors, None).unwrap().lse_tangent;
+    let error = ring.jvp(&tensors, &wrong, direction).unwrap_err();
     assert!(error.to_string().starts_with("tangent of q: "), "{error}");
-    assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without);
-    ring.set_list_bias_direction(&[1.0; 512]).unwrap();
-    assert_eq!(ring.jvp(&tensors, &tensors).unwrap().lse_tangent, without + 1.0);
+    assert_eq!(ring.jvp(&tensors, &tensors, direction).unwrap().lse_tangent, without + 1.0);
 
     // heads × ring has no lists
     let heads = Division::new().strategy(Strategy::HeadsRing { heads: 2 });
@@ -563,10 +559,9 @@ fn what_has_no_second_derivatives_is_refused_by_name() {
     let half = Array4::<f32>::ones((1, 256, 2, 8));
     let errors = threads::each_rank(threads::ring(2), |_, transport| {
         let mut plan = Plan::new(&setup, dims, transport)?;
-        plan.set_list_bias_direction(vec![1.0]);
         let tensors = Tensors::new(half.view(), half.view(), half.view());
-        let error = plan.jvp(&tensors, &tensors).unwrap_err();
-        plan.jvp(&tensors, &tensors).map(|_| error)
+        let error = plan.jvp(&tensors, &tensors, Some(&[1.0])).unwrap_err();
+        plan.jvp(&tensors, &tensors, None).map(|_| error)
     });
     assert!(errors.unwrap().into_iter().all(refused));
 }

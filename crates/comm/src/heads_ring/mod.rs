@@ -300,9 +300,10 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     pub fn jvp(
         &mut self,
         inputs: &TangentInputs<HostView<'_>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
     ) -> Result<Report> {
-        self.call_tangents("jvp", inputs, outputs, None)
+        self.call_tangents("jvp", (inputs, list_bias), outputs, None)
     }
 
     /// Computes the gradients of the gradients, as [`Ring::double_backward`].
@@ -315,26 +316,26 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     pub fn double_backward(
         &mut self,
         inputs: &TangentInputs<HostView<'_>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
         gradients: &mut Gradients<HostViewMut<'_>>,
     ) -> Result<Report> {
-        self.call_tangents("double_backward", inputs, outputs, Some(gradients))
+        self.call_tangents("double_backward", (inputs, list_bias), outputs, Some(gradients))
     }
 
     /// Runs a JVP or, with `gradients`, a double backward, as [`HeadsRing::call`].
     fn call_tangents(
         &mut self,
         name: &'static str,
-        inputs: &TangentInputs<HostView<'_>>,
+        (inputs, list_bias): (&TangentInputs<HostView<'_>>, Option<&[f64]>),
         outputs: &mut TangentOutputs<HostViewMut<'_>>,
         gradients: Option<&mut Gradients<HostViewMut<'_>>>,
     ) -> Result<Report> {
         let is_double = gradients.is_some();
         let options = [self.options.second_derivatives, self.options.backward];
-        let direction = self.ring.list_bias_direction.take();
         let checked = check::plan_of_tangents(options, is_double).and_then(|()| {
             // its ring has no lists
-            self.ring.check_list_bias_direction(direction.as_deref())?;
+            self.ring.check_list_bias_direction(list_bias)?;
             let of_gradients = gradients.as_ref().map(|of| of.as_ref().map(Host::describe_mut));
             let inputs = inputs.as_ref().map(Host::describe);
             let outputs = outputs.as_ref().map(Host::describe_mut);
@@ -422,11 +423,6 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
     /// Returns the ring of this rank's heads and key column, whose ranks are groups.
     pub const fn ring(&self) -> &Ring<B> {
         &self.ring
-    }
-
-    /// As [`Ring::set_list_bias_direction`]; the pass refuses it, because there are no lists.
-    pub fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
-        self.ring.set_list_bias_direction(direction);
     }
 
     /// Returns the global query rows of this rank, in the order of its tensors.

@@ -78,8 +78,6 @@ pub struct Ring<B: Backend> {
     buffers: RingBuffers<B::Space>,
     calls: Calls,
     watch: StepWatch,
-    /// Direction of the bias of key lists in the next JVP or double backward.
-    pub(crate) list_bias_direction: Option<Vec<f64>>,
 }
 
 /// Options of a [`Ring`] besides the spec.
@@ -159,7 +157,6 @@ impl<B: Backend> Ring<B> {
             buffers,
             calls: Calls::new(2),
             watch: StepWatch::default(),
-            list_bias_direction: None,
         })
     }
 
@@ -371,12 +368,6 @@ impl<B: Backend> Ring<B> {
     /// double backward has computed, one number for each listed pair; `None` without such a bias.
     pub fn list_bias_gradient(&self) -> Option<Vec<f64>> {
         self.workspace.list_bias_gradient()
-    }
-
-    /// Sets the direction of the bias of this rank's key lists in the next JVP or double backward,
-    /// one number for each listed pair. Default: 0.
-    pub fn set_list_bias_direction(&mut self, direction: Option<Vec<f64>>) {
-        self.list_bias_direction = direction;
     }
 
     /// Returns the memory that the backend keeps between passes.

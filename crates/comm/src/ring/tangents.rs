@@ -36,8 +36,11 @@ impl<B: Backend> Ring<B> {
     /// Computes out, lse and their tangents along the tangents of the inputs: a Jacobian-vector
     /// product, by forward-mode differentiation.
     ///
+    /// `list_bias` is the tangent of the bias of this rank's key lists; `None` is 0.
+    ///
     /// # Shapes
-    /// [`TangentInputs`] without dout and dlse, and [`TangentOutputs`], with this rank's rows.
+    /// [`TangentInputs`] without dout and dlse, and [`TangentOutputs`], with this rank's rows;
+    /// `list_bias` `[listed pairs]`, as [`Ring::list_bias_gradient`].
     ///
     /// # Ordering
     /// Collective.
@@ -48,12 +51,12 @@ impl<B: Backend> Ring<B> {
     pub fn jvp(
         &mut self,
         inputs: &TangentInputs<View<'_, B::Space>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let list_bias = self.list_bias_direction.take();
-        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, None);
+        let checked = self.check_tangents(inputs, list_bias, outputs, None);
         self.call_named("jvp", self.tangent_bytes(false), checked, |ring| {
-            ring.tangent_loop(inputs, list_bias.as_deref(), outputs, None)
+            ring.tangent_loop(inputs, list_bias, outputs, None)
         })
     }
 
@@ -63,13 +66,14 @@ impl<B: Backend> Ring<B> {
     /// and lse.
     ///
     /// [`Ring::list_bias_gradient`] then has that of the bias of key lists, whose cotangent
-    /// [`Ring::set_list_bias_direction`] sets.
+    /// `list_bias` is.
     ///
     /// The gradients of sinks, and of a bias that is broadcast over queries, are summed over ranks
     /// as in [`Ring::backward`]; so their cotangents are equal on all ranks, as those tensors are.
     ///
     /// # Shapes
-    /// [`TangentInputs`] with dout, [`TangentOutputs`] and [`Gradients`], with this rank's rows.
+    /// [`TangentInputs`] with dout, [`TangentOutputs`] and [`Gradients`], with this rank's rows;
+    /// `list_bias` as of [`Ring::jvp`].
     ///
     /// # Ordering
     /// Collective.
@@ -79,14 +83,13 @@ impl<B: Backend> Ring<B> {
     pub fn double_backward(
         &mut self,
         inputs: &TangentInputs<View<'_, B::Space>>,
+        list_bias: Option<&[f64]>,
         outputs: &mut TangentOutputs<ViewMut<'_, B::Space>>,
         gradients: &mut Gradients<ViewMut<'_, B::Space>>,
     ) -> Result<Report> {
-        let list_bias = self.list_bias_direction.take();
-        let checked = self.check_tangents(inputs, list_bias.as_deref(), outputs, Some(gradients));
+        let checked = self.check_tangents(inputs, list_bias, outputs, Some(gradients));
         let bytes = self.tangent_bytes(true) + self.reduce_bytes();
         self.call_named("double_backward", bytes, checked, |ring| {
-            let list_bias = list_bias.as_deref();
             let waited = ring.tangent_loop(inputs, list_bias, outputs, Some(&mut *gradients))?;
             Ok(waited + ring.reduce_gradients(gradients)?)
         })

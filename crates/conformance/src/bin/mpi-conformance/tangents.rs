@@ -80,13 +80,10 @@ fn run(plan: &mut Plan, dims: Dims, has_lists: bool) -> Result<(Numbers, bool)> 
     let list_direction: Vec<f64> = (0..pairs.len()).map(|pair| (pair % 13) as f64 - 6.0).collect();
     if has_lists {
         plan.update(&Batch { key_lists: Some(Arc::new(pairs)), ..Batch::default() })?;
-        plan.set_list_bias_direction(list_direction.clone());
     }
-    let jvp = plan.jvp(&primal, &direction)?;
-    if has_lists {
-        plan.set_list_bias_direction(list_direction);
-    }
-    let double = plan.double_backward(&primal, dout.view(), None, &direction)?;
+    let list_bias = has_lists.then_some(&list_direction[..]);
+    let jvp = plan.jvp(&primal, &direction, list_bias)?;
+    let double = plan.double_backward(&primal, dout.view(), None, &direction, list_bias)?;
     let sent = |report: &annulus::Report| report.bytes_sent == report.bytes_predicted;
     let as_predicted = jvp.reports.iter().chain(&double.inputs.reports).all(sent);
     let numbers = jvp.out_tangent.into_iter().chain(jvp.lse_tangent).chain(double.ddout);
