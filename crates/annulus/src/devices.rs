@@ -203,8 +203,8 @@ pub fn cuda_rank<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(Staged::new(transport, copier))))
 }
 
-/// Creates a rank on an NVIDIA GPU whose blocks are sent by NCCL. Every rank needs a GPU of its
-/// own.
+/// Creates a rank on a GPU whose blocks are sent by NCCL, or by RCCL on an AMD GPU. Every rank needs
+/// a GPU of its own.
 ///
 /// # Ordering
 /// Collective over the ranks of `transport`, for at most `deadline`, as a rule

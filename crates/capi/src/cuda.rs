@@ -220,7 +220,7 @@ mod on_device {
         if crate::options::is_emulated() {
             return Ok(annulus_cuda_emulator::nccl_symbols());
         }
-        NcclSymbols::system()
+        NcclSymbols::system(device::Api::Cuda)
     }
 
     #[cfg(feature = "nccl")]

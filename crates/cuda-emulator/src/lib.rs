@@ -39,4 +39,4 @@ pub use context::{
 };
 pub use functions::{hip_symbols, hopper_symbols, symbols};
 #[cfg(target_os = "linux")]
-pub use nccl::nccl_symbols;
+pub use nccl::{nccl_symbols, rccl_symbols};

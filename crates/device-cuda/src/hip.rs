@@ -179,19 +179,44 @@ pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
     })
 }
 
+/// Loads this machine's RCCL.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`] if there is none, or if it needs another HIP than the one
+/// in use: it would read the handles of streams as its own.
+#[cfg(feature = "nccl")]
+pub(crate) fn collectives() -> Result<&'static libloading::Library> {
+    let library = library("librccl.so", &["librccl.so.1"])
+        .ok_or_else(|| missing("RCCL", "no library (librccl.so.1 was not found)"))?;
+    let drivers = loaded("libamdhip64.so");
+    if drivers.len() > 1 {
+        return Err(missing("RCCL", format!("it needs another HIP: {}", drivers.join(", "))));
+    }
+    Ok(library)
+}
+
+/// Returns the paths of the libraries in this process whose file names start with `any`.
+fn loaded(any: &str) -> Vec<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let mut found: Vec<String> = paths
+        .filter(|path| path.rsplit('/').next().is_some_and(|file| file.starts_with(any)))
+        .map(str::to_owned)
+        .collect();
+    // a library is mapped in several pieces
+    found.dedup();
+    found
+}
+
 /// Loads a library: one that the process has loaded already, else the first of `names` that the
 /// linker finds, else `any` in ROCm's folder, because sites often set only `ROCM_PATH`.
 fn library(any: &str, names: &[&str]) -> Option<&'static libloading::Library> {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let mut loaded = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
-    let loaded =
-        loaded.find(|path| path.rsplit('/').next().is_some_and(|file| file.starts_with(any)));
     let folders = ["ROCM_PATH", "HIP_PATH"].into_iter().filter_map(std::env::var_os);
     let folders = folders.map(PathBuf::from).chain([PathBuf::from("/opt/rocm")]);
     let in_folders = folders.map(|folder| folder.join("lib").join(any).display().to_string());
-    let all: Vec<String> = loaded
-        .map(str::to_owned)
+    let all: Vec<String> = loaded(any)
         .into_iter()
+        .take(1)
         .chain(names.iter().map(|name| (*name).to_owned()))
         .chain(in_folders)
         .collect();

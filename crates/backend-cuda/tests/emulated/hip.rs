@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Opens device `ordinal`, of a target such as 0x942, at its highest level.
-fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
+pub(crate) fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
     let device = Device::with_symbols(emulator::hip_symbols::<TARGET>(), ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hip_compiler_symbols(), Some(cache()))?;
     Ok(Cuda::on(Stream::new(&device)?, compiler))
