@@ -253,6 +253,8 @@ unsafe extern "C" fn device_attribute(
     let number = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 63,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE => 19,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED => 16,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS => 65,
         _ => return Status::INVALID_VALUE,
     };
     // SAFETY: as the caller guarantees.
