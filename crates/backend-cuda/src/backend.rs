@@ -254,7 +254,7 @@ impl Cuda {
 }
 
 impl std::fmt::Display for Cuda {
-    /// Writes GPU, compute capability, compiler, level, and if there is one memory for host and GPU.
+    /// Writes GPU, compute capability, compiler, level, and a memory shared with the host.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let device = self.stream.device();
         write!(f, "{}, {}, {}", device.name(), device.gpu(), self.compiler.label())?;

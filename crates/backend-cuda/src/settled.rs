@@ -1,7 +1,7 @@
 //! Passes on tensors in host memory that the device shares: a call returns once the work that it
-//! enqueued has ended. A caller may drop or forget a pass, and free its tensors, which kernels would
-//! then still access. Tensors in device memory need no wait: the driver is told to free them only
-//! once queued work has ended.
+//! enqueued has ended. A caller may drop or forget a pass and free its tensors, which kernels would
+//! then still access. Tensors in device memory need no wait: they are freed only once queued work
+//! has ended.
 
 use std::ops::ControlFlow;
 

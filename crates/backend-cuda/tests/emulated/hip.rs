@@ -299,8 +299,8 @@ fn tensors_in_memory_shared_with_the_host_are_not_copied() {
     let (copied, counts) = host_pass(hip_on::<0x942>).unwrap();
     let tensor = 71 * 2 * 64 * 2;
     let statistics = 71 * 2 * 4;
-    // up q, k, v of each pass, out, dout, max, sum, and lists of tiles; down out, lse, max, sum, dq,
-    // dk, dv
+    // to the device q, k, v of each pass, out, dout, max, sum, and lists of tiles; from it out, lse,
+    // max, sum, dq, dk, dv
     let lists = counts[0] - (8 * tensor + 2 * statistics);
     assert_eq!(counts[1..], [4 * tensor + 3 * statistics, 0]);
     let name = apu_on(next_device()).unwrap().to_string();
