@@ -5,14 +5,16 @@ use std::{fmt::Write as _, fs, process::Command};
 
 use crate::support::{Folder, RunResult};
 
-/// Returns the names of the library functions in a table of the sources.
+/// Returns the names of the library functions in a table of the sources: words with a prefix.
 fn names(table: &str, prefix: &str) -> Vec<String> {
-    let after = |line: &str| {
-        line.split_once(" = ")
-            .map(|(_, right)| right.split('(').next().unwrap_or_default().to_owned())
+    let is_name = |word: &&str| {
+        let rest = word.strip_prefix(prefix).map(|rest| rest.strip_prefix("rtc").unwrap_or(rest));
+        rest.is_some_and(|rest| rest.starts_with(char::is_uppercase))
     };
-    let names: Vec<String> =
-        table.lines().filter_map(after).filter(|name| name.starts_with(prefix)).collect();
+    let words = table.split(|c: char| !c.is_alphanumeric() && c != '_').filter(is_name);
+    let mut names: Vec<String> = words.map(str::to_owned).collect();
+    names.sort();
+    names.dedup();
     assert!(names.len() > 10, "{prefix}: {names:?}");
     names
 }
