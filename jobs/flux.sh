@@ -30,11 +30,12 @@ options=()
 [ -z "${ANNULUS_FLUX_PMI:-}" ] || options=(-o "pmi=$ANNULUS_FLUX_PMI")
 # site: with a GPU for each rank (flags --backend hip or cuda), ANNULUS_GPUS=1 and --gpus-per-slot=1
 # above. El Capitan: four MI300A a node, `module load rocm` for the ROCM_PATH that the command
-# searches. Blocks in GPU memory are staged through host memory, so that Cray MPICH needs no support
-# of GPUs.
+# searches. With HSA_XNACK=1 tensors in host memory are not copied. Blocks in GPU memory are staged
+# through host memory, so that Cray MPICH needs no support of GPUs; with MPICH_GPU_SUPPORT_ENABLED=1
+# it sends from GPU memory, and needs its library of GPUs (LD_PRELOAD=libmpi_gtl_hsa.so).
 [ -z "${ANNULUS_GPUS:-}" ] || {
   options+=(--gpus-per-task=1 -o gpu-affinity=per-task)
-  export MPICH_GPU_SUPPORT_ENABLED=0
+  export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
 }
 run() {
   flux run --ntasks="$ranks" --cores-per-task="$threads" \

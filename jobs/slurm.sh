@@ -33,9 +33,13 @@ threads=${SLURM_CPUS_PER_TASK:-1}
 # GPUs each: ANNULUS_GPU_ORDER="4 5 2 3 6 7 0 1", --ntasks-per-node=8 --gpus-per-node=8
 # --cpus-per-task=7, and `module load rocm`, which sets the ROCM_PATH that the command searches.
 order=${ANNULUS_GPU_ORDER:-}
-# blocks in GPU memory are staged through host memory: Cray MPICH needs no support of GPUs, which it
-# refuses to start with unless the command is linked with its library of them
-[ -z "$order" ] || export MPICH_GPU_SUPPORT_ENABLED=0 MPICH_OFI_NIC_POLICY=${MPICH_OFI_NIC_POLICY:-NUMA}
+# Blocks in GPU memory are staged through host memory, so that Cray MPICH needs no support of GPUs.
+# site: with MPICH_GPU_SUPPORT_ENABLED=1 it sends from GPU memory, and refuses to start unless its
+# library of GPUs is linked or preloaded (LD_PRELOAD=libmpi_gtl_hsa.so).
+if [ -n "$order" ]; then
+  export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
+  export MPICH_OFI_NIC_POLICY=${MPICH_OFI_NIC_POLICY:-NUMA}
+fi
 
 # on_gpu COMMAND...: runs a command with the GPU of this rank. ROCR_VISIBLE_DEVICES and
 # CUDA_VISIBLE_DEVICES renumber: the GPU is number 0 then.

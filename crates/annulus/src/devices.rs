@@ -203,8 +203,8 @@ pub fn cuda_rank<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(Staged::new(transport, copier))))
 }
 
-/// Creates a rank on an NVIDIA GPU whose blocks are sent by NCCL. Every rank needs a GPU of its
-/// own.
+/// Creates a rank on a GPU whose blocks are sent by NCCL, or by RCCL on an AMD GPU. Every rank needs
+/// a GPU of its own.
 ///
 /// # Ordering
 /// Collective over the ranks of `transport`, for at most `deadline`, as a rule
@@ -223,7 +223,7 @@ pub fn cuda_rank_over_nccl<T: Transport<Host> + 'static>(
 }
 
 /// Creates a rank on a GPU over MPI. Returns true beside it if MPI reads and writes device memory;
-/// [`annulus_comm::mpi::GpuAwareness`] decides that, except on AMD GPUs, whose blocks are staged.
+/// [`annulus_comm::mpi::GpuAwareness`] of the GPU's runtime decides that.
 ///
 /// # Errors
 /// As [`annulus_comm::mpi::DeviceMpi::new`] and [`annulus_comm::mpi::GpuAwareness::decides`].
@@ -233,12 +233,11 @@ pub fn cuda_rank_over_mpi(
     transport: annulus_comm::mpi::Mpi,
 ) -> Result<(Rank<OnHost<annulus_cuda::Cuda>>, bool)> {
     use annulus_comm::mpi::{DeviceMpi, GpuAwareness};
-    // whether MPI takes memory of AMD GPUs has not been tried
-    let is_staged = cuda.stream().device().api() == Api::Hip;
-    if is_staged || !GpuAwareness::of_library().decides()? {
+    let device = cuda.stream().device();
+    if !GpuAwareness::of_runtime(device.api().into()).decides()? {
         return Ok((cuda_rank(cuda, transport)?, false));
     }
-    let device = DeviceMpi::new(transport, cuda.stream().device())?;
+    let device = DeviceMpi::new(transport, device)?;
     Ok(((cuda.on_host(), Box::new(device)), true))
 }
 

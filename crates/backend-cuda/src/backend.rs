@@ -23,6 +23,7 @@ use crate::{
     forward_tiles::ForwardTiles,
     kernels::{Kernels, SourceEdit, THREADS, VariantKernels},
     pass_context::{PassContext, slopes},
+    settled::Settled,
     state::{BackwardState, ForwardState, StateSizes, grow},
     variant::{Variant, backend_name},
 };
@@ -253,14 +254,18 @@ impl Cuda {
 }
 
 impl std::fmt::Display for Cuda {
-    /// Writes GPU, compute capability, compiler and level.
+    /// Writes GPU, compute capability, compiler, level, and a memory shared with the host.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let device = self.stream.device();
         write!(f, "{}, {}, {}", device.name(), device.gpu(), self.compiler.label())?;
         if self.compiler.is_cache_only() {
             write!(f, " (cached images only)")?;
         }
-        write!(f, ", level {}", self.level.name())
+        write!(f, ", level {}", self.level.name())?;
+        if device.shares_host_memory() {
+            write!(f, ", memory shared with the host")?;
+        }
+        Ok(())
     }
 }
 
@@ -358,8 +363,8 @@ impl CudaWorkspace {
 
 impl Workspace for CudaWorkspace {
     type Space = CudaSpace;
-    type Forward<'p> = CudaForward<'p>;
-    type Backward<'p> = CudaBackward<'p>;
+    type Forward<'p> = Settled<CudaForward<'p>>;
+    type Backward<'p> = Settled<CudaBackward<'p>>;
 
     /// Buffers that are large enough are kept.
     fn update(&mut self, shard: &RankShard) -> Result<()> {
@@ -387,20 +392,24 @@ impl Workspace for CudaWorkspace {
     fn forward<'p>(
         &'p mut self,
         inputs: Inputs<View<'p, CudaSpace>>,
-        _: Tick<'_>,
-    ) -> Result<CudaForward<'p>> {
-        Ok(CudaForward::begin(&mut self.context, &self.forward, inputs))
+        tick: Tick<'_>,
+    ) -> Result<Self::Forward<'p>> {
+        let stream = self.context.stream.clone();
+        let pass = CudaForward::begin(&mut self.context, &self.forward, inputs);
+        Settled::new(&stream, inputs.into_tensors(), Ok(pass), tick)
     }
 
     fn backward<'p>(
         &'p mut self,
         inputs: BackwardInputs<View<'p, CudaSpace>>,
         _: BackwardMode,
-        _: Tick<'_>,
-    ) -> Result<CudaBackward<'p>> {
+        tick: Tick<'_>,
+    ) -> Result<Self::Backward<'p>> {
         let state = self.backward.as_mut().ok_or_else(|| {
             Error::internal("a backward pass in a workspace allocated for forward passes only")
         })?;
-        CudaBackward::begin(&mut self.context, state, inputs)
+        let stream = self.context.stream.clone();
+        let pass = CudaBackward::begin(&mut self.context, state, inputs);
+        Settled::new(&stream, inputs.into_tensors(), pass, tick)
     }
 }

@@ -14,6 +14,7 @@
 //! | backward on warpgroups: statistics, kernels | `backward_warpgroup.rs` |
 //! | stream, kernels and masks of both passes | `pass_context.rs` |
 //! | block-sparse mask, numbers of keys | `block_mask.rs` |
+//! | passes on host tensors in memory that the device shares | `settled.rs` |
 //! | wire records; kernel arguments, tensor maps for TMA | `records.rs`; `arguments.rs` |
 //! | levels and variants; compilation, loading | `variant.rs`; `kernels.rs` |
 //!
@@ -44,6 +45,7 @@ mod forward_tiles;
 mod kernels;
 mod pass_context;
 mod records;
+mod settled;
 mod state;
 mod variant;
 
@@ -52,5 +54,6 @@ pub use backend::{Cuda, CudaWorkspace};
 pub use backward::CudaBackward;
 pub use forward::CudaForward;
 pub use kernels::{SourceEdit, compile};
+pub use settled::Settled;
 pub use variant::Level;
 pub use variant::{Family, Variant};

@@ -8,6 +8,9 @@
 //! 8.0 the variants of f16 and f32 of dim 128. Otherwise all variants of 8.0, the variants of dim
 //! 128, and all that only 9.0 has are compiled, and the test fails in any case, because the table
 //! must be written anew. `ANNULUS_VARIANTS=all` compiles every variant.
+//!
+//! hipRTC of ROCm 5.2.3, the oldest, compiles the programs of AMD GPUs: scripts/hiprtc fetches it.
+//! Their registers are those of a newer compiler: scripts/amdgpu.
 
 use std::{
     num::NonZero,
@@ -21,8 +24,11 @@ use std::{
 use annulus_core::{DType, Result};
 use annulus_cuda::{
     Family, Variant, compile,
-    device::{Api, Architecture, Compiler, ImageCache, ImageKind},
+    device::{Api, Architecture, Compiler, Device, ImageCache, ImageKind},
 };
+
+/// Element type and dim of the variants for AMD GPUs that are compiled each time.
+const SAMPLE: (DType, usize) = (DType::F16, 64);
 
 const ARCHITECTURES: [(i32, i32); 4] = [(8, 0), (8, 6), (8, 9), (9, 0)];
 
@@ -165,4 +171,27 @@ fn variants_compile_for_every_architecture_as_recorded() {
         "kernels/registers.txt was written from other sources or by another compiler, not by \
          {heading:?}; ANNULUS_UPDATE=1 writes it anew"
     );
+}
+
+#[test]
+fn hiprtc_compiles_the_programs_of_amd_gpus() {
+    let compiler = Compiler::new(Api::Hip, None).unwrap();
+    let all = std::env::var("ANNULUS_VARIANTS").is_ok_and(|which| which == "all");
+    let chosen = Variant::all().filter(|variant| all || (variant.dtype, variant.dim) == SAMPLE);
+    let with_matrix = |variant: Variant| {
+        let matrix = Variant { family: Family::Mfma, ..variant };
+        [Some(variant), variant.has_matrix().then_some(matrix)].into_iter().flatten()
+    };
+    for variant in chosen.flat_map(with_matrix) {
+        let image = compile(&compiler, variant, None, ImageKind::CodeObject, "gfx90a").unwrap();
+        let text = String::from_utf8_lossy(&image.bytes);
+        let lacks = |kernel: &&&str| !text.contains(**kernel);
+        let kernels = variant.kernels(Api::Hip);
+        assert!(image.bytes.starts_with(b"\x7fELF"), "{variant}");
+        assert_eq!(kernels.iter().find(lacks), None, "{variant}");
+    }
+    // the real driver, which no machine of these tests has a GPU for
+    if let Err(error) = Device::count(Api::Hip) {
+        assert_eq!(error.to_string(), "HIP is not supported by this machine: no GPU");
+    }
 }

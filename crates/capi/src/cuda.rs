@@ -155,7 +155,7 @@ mod on_device {
         use annulus::comm::mpi::{DeviceMpi, GpuAwareness};
 
         plan(description, stream, transport, |transport, device| {
-            if GpuAwareness::of_library().decides()? {
+            if GpuAwareness::of_runtime(device.api().into()).decides()? {
                 Ok(Box::new(DeviceMpi::new(transport, device)?))
             } else {
                 staged(transport, device)
@@ -220,7 +220,7 @@ mod on_device {
         if crate::options::is_emulated() {
             return Ok(annulus_cuda_emulator::nccl_symbols());
         }
-        NcclSymbols::system()
+        NcclSymbols::system(device::Api::Cuda)
     }
 
     #[cfg(feature = "nccl")]

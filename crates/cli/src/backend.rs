@@ -87,7 +87,7 @@ impl BackendChoice {
         }
     }
 
-    /// Describes the backend by its name and, for CUDA, by the transport of its blocks.
+    /// Describes the backend by its name and, for CUDA and HIP, by the transport of its blocks.
     pub(crate) fn description(&self) -> String {
         match self {
             #[cfg(feature = "cuda")]
@@ -111,9 +111,10 @@ impl BackendChoice {
             if !cfg!(feature = "nccl") {
                 return Err(transport.missing());
             }
-            if name != BackendName::Cuda {
-                let by =
-                    format!("backend {name}, whose blocks are in host memory; use --backend cuda");
+            if !matches!(name, BackendName::Cuda | BackendName::Hip) {
+                let by = format!(
+                    "backend {name}, whose blocks are in host memory; use --backend cuda or hip"
+                );
                 return Err(Error::unsupported("transport nccl", by).into());
             }
         }

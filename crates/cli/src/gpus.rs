@@ -28,7 +28,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Gpus {
     devices: CudaDevices,
-    /// True if blocks are sent by NCCL; else by the transport of the ranks: staged through pinned
+    /// True if blocks are sent by NCCL or RCCL; else by the transport of the ranks: staged through pinned
     /// host memory, or with a GPU-aware MPI from device memory.
     #[cfg(feature = "nccl")]
     over_nccl: bool,
@@ -60,7 +60,7 @@ impl Gpus {
         devices.get(first.unwrap_or(0))?;
         #[cfg(feature = "nccl")]
         if transport == TransportName::Nccl {
-            NcclSymbols::system()?;
+            NcclSymbols::system(api)?;
         }
         #[cfg(not(feature = "nccl"))]
         let _: (TransportName, Duration) = (transport, deadline);
@@ -102,7 +102,11 @@ impl Gpus {
             #[cfg(feature = "nccl")]
             endpoint if self.over_nccl => {
                 let deadline = self.deadline.max(STARTUP_DEADLINE);
-                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), deadline)?)
+                let description = match self.devices.api() {
+                    Api::Cuda => "over nccl",
+                    Api::Hip => "over rccl",
+                };
+                (description, cuda_rank_over_nccl(cuda, endpoint.of_host(), deadline)?)
             }
             #[cfg(feature = "mpi")]
             RankEndpoint::Process(endpoint) => {

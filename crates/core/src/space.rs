@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{DType, HostView, HostViewMut, Result, memory};
+use crate::{DType, Error, HostView, HostViewMut, Result, memory};
 
 /// Called between tiles, and between parts of the epilogue of a pass, on the thread that called the
 /// backend, so that a transport without a progress thread moves data. [`ControlFlow::Break`] (a
@@ -162,6 +162,37 @@ pub trait DeviceSpace: Space {
 
     /// Borrows a tensor for writing.
     fn view_mut(tensor: &mut Self::Tensor) -> Self::ViewMut<'_>;
+
+    /// True if the device computes on tensors in host memory where they are, because it shares that
+    /// memory: then nothing is uploaded or downloaded.
+    fn shares_host_memory(_: &Self::Context) -> bool {
+        false
+    }
+
+    /// Borrows a tensor in host memory for reading on a device that shares it. A pass returns from
+    /// each of its calls only once its work on such tensors has ended.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] unless [`DeviceSpace::shares_host_memory`].
+    fn shared_view<'a>(_: &Self::Context, _tensor: HostView<'a>) -> Result<Self::View<'a>> {
+        Err(not_shared())
+    }
+
+    /// As [`DeviceSpace::shared_view`], for writing.
+    ///
+    /// # Errors
+    /// As [`DeviceSpace::shared_view`].
+    fn shared_view_mut<'a>(
+        _: &Self::Context,
+        _tensor: HostViewMut<'a>,
+    ) -> Result<Self::ViewMut<'a>> {
+        Err(not_shared())
+    }
+}
+
+/// Error of a device with memory of its own.
+fn not_shared() -> Error {
+    Error::unsupported("a tensor in host memory", "a device with memory of its own")
 }
 
 /// A space whose blocks can be copied from and to host memory without waiting for the device.

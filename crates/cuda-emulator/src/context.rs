@@ -35,6 +35,8 @@ pub(super) struct Context {
     pub(super) device_copies: AtomicU64,
     /// Bytes copied from host to device memory.
     pub(super) bytes_to_device: AtomicU64,
+    /// Bytes copied from device to host memory.
+    pub(super) bytes_to_host: AtomicU64,
     /// Launches in which every thread waited for another one.
     pub(super) deadlocks: AtomicU64,
     default_stream: OnceLock<&'static EmulatedStream>,
@@ -142,12 +144,23 @@ pub fn clear_counts(ordinal: usize) {
         lock(&context.blocks).clear();
         context.device_copies.store(0, Ordering::Relaxed);
         context.bytes_to_device.store(0, Ordering::Relaxed);
+        context.bytes_to_host.store(0, Ordering::Relaxed);
     }
 }
 
 /// Returns the bytes that were copied from the host to device `ordinal`.
 pub fn bytes_to_device(ordinal: usize) -> u64 {
     context_of(ordinal).map_or(0, |context| context.bytes_to_device.load(Ordering::Relaxed))
+}
+
+/// Returns the bytes that were copied from device `ordinal` to the host.
+pub fn bytes_to_host(ordinal: usize) -> u64 {
+    context_of(ordinal).map_or(0, |context| context.bytes_to_host.load(Ordering::Relaxed))
+}
+
+/// Returns the number of items of work of device `ordinal` that are queued and have not run.
+pub fn queued(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| context.queues().iter().map(|queue| queue.len()).sum())
 }
 
 /// Returns the number of calls that copied from device to device memory on device `ordinal`.

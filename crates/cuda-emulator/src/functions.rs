@@ -84,6 +84,30 @@ pub fn hip_symbols<const TARGET: u32>() -> Symbols {
     }
 }
 
+/// As [`hip_symbols`], with devices that share the memory of the host, like an MI300A in a process
+/// with `HSA_XNACK=1`.
+pub fn apu_symbols<const TARGET: u32>() -> Symbols {
+    Symbols { device_attribute: apu_attribute, ..hip_symbols::<TARGET>() }
+}
+
+unsafe extern "C" fn apu_attribute(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    device: CUdevice,
+) -> Status {
+    if !matches!(
+        attribute,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED
+            | CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+    ) {
+        // SAFETY: as the caller guarantees.
+        return unsafe { device_attribute(value, attribute, device) };
+    }
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *value = 1 };
+    Status::SUCCESS
+}
+
 unsafe extern "C" fn architecture_name<const TARGET: u32>(
     to: *mut c_char,
     len: c_int,
@@ -291,6 +315,7 @@ unsafe extern "C" fn copy_to_host(
         if !lock(&context.memory).holds(from, bytes) {
             return Status::INVALID_VALUE;
         }
+        context.bytes_to_host.fetch_add(bytes as u64, Ordering::Relaxed);
         let pinned = lock(&context.memory).holds(to as u64, bytes);
         let to = to as u64;
         let queued = push(context, stream, move || {

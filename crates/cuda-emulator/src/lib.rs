@@ -35,8 +35,8 @@ mod work;
 pub use compiler::{compiler_symbols, hip_compiler_symbols, hopper_compiler_symbols};
 pub use context::{
     DEFAULT_SEED, DEVICES, EARLY_COPIES, WHOLE_WAVES, allocations, blocks, bytes_to_device,
-    clear_counts, deadlocks, device_copies, most_bytes, plant, set_seed,
+    bytes_to_host, clear_counts, deadlocks, device_copies, most_bytes, plant, queued, set_seed,
 };
-pub use functions::{hip_symbols, hopper_symbols, symbols};
+pub use functions::{apu_symbols, hip_symbols, hopper_symbols, symbols};
 #[cfg(target_os = "linux")]
-pub use nccl::nccl_symbols;
+pub use nccl::{nccl_symbols, rccl_symbols};

@@ -75,6 +75,11 @@ impl Queue {
         self.lock().push_back(work);
     }
 
+    /// Number of items.
+    pub(super) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
     /// Runs one item, of this stream or of the stream that it waits for.
     pub(super) fn step(&self) -> Step {
         // items run under the lock, so that they run in order on any thread

@@ -206,6 +206,13 @@ impl Device {
         self.0.properties.l2_bytes
     }
 
+    /// True if kernels access any memory of the host at its address and at full speed: on an AMD GPU
+    /// that shares its memory with the processor (MI300A), in a process with `HSA_XNACK=1`. Not of
+    /// NVIDIA's GPUs, where this has not been tried.
+    pub fn shares_host_memory(&self) -> bool {
+        self.0.properties.shares_host_memory
+    }
+
     /// Returns the free device memory in bytes.
     ///
     /// # Errors
@@ -382,6 +389,7 @@ struct Properties {
     gpu: Gpu,
     multiprocessors: usize,
     l2_bytes: u64,
+    shares_host_memory: bool,
 }
 
 /// Returns the properties of GPU `ordinal`.
@@ -427,7 +435,15 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<Properties> {
         let multiprocessors = usize::try_from(count).unwrap_or(0).max(1);
         let bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         let l2_bytes = u64::try_from(bytes).unwrap_or(0);
-        Ok(Properties { device, name, gpu, multiprocessors, l2_bytes })
+        // a driver that does not know an attribute has no such memory
+        let shares_host_memory = symbols.api == Api::Hip
+            && [
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS,
+            ]
+            .into_iter()
+            .all(|which| attribute(which) == Ok(1));
+        Ok(Properties { device, name, gpu, multiprocessors, l2_bytes, shares_host_memory })
     }
 }
 

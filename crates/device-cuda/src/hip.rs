@@ -23,12 +23,8 @@ use std::{
 };
 
 use annulus_core::Result;
-use cudarc::{
-    driver::sys::{
-        CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-        CUfunction_attribute, CUmodule, CUstream,
-    },
-    nvrtc::sys::nvrtcProgram,
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute,
 };
 
 use crate::{
@@ -37,37 +33,12 @@ use crate::{
 };
 
 table! {
-    /// HIP's functions.
+    /// HIP's functions that differ from CUDA's.
     pub(crate) HipSymbols of "HIP" => {
-        init = hipInit(c_uint) -> Status;
-        device_count = hipGetDeviceCount(*mut c_int) -> Status;
-        device_name = hipDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
         device_attribute = hipDeviceGetAttribute(*mut c_int, c_int, c_int) -> Status;
         device_set = hipSetDevice(c_int) -> Status;
         device_current = hipGetDevice(*mut c_int) -> Status;
-        memory_info = hipMemGetInfo(*mut usize, *mut usize) -> Status;
-        allocate = hipMalloc(*mut CUdeviceptr, usize) -> Status;
-        free = hipFree(CUdeviceptr) -> Status;
         allocate_host = hipHostMalloc(*mut *mut c_void, usize, c_uint) -> Status;
-        free_host = hipHostFree(*mut c_void) -> Status;
-        copy_to_device = hipMemcpyHtoDAsync(CUdeviceptr, *const c_void, usize, CUstream) -> Status;
-        copy_to_host = hipMemcpyDtoHAsync(*mut c_void, CUdeviceptr, usize, CUstream) -> Status;
-        copy_on_device = hipMemcpyDtoDAsync(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Status;
-        stream_create = hipStreamCreateWithFlags(*mut CUstream, c_uint) -> Status;
-        stream_destroy = hipStreamDestroy(CUstream) -> Status;
-        stream_wait = hipStreamWaitEvent(CUstream, CUevent, c_uint) -> Status;
-        event_create = hipEventCreateWithFlags(*mut CUevent, c_uint) -> Status;
-        event_destroy = hipEventDestroy(CUevent) -> Status;
-        event_record = hipEventRecord(CUevent, CUstream) -> Status;
-        event_query = hipEventQuery(CUevent) -> Status;
-        event_elapsed = hipEventElapsedTime(*mut f32, CUevent, CUevent) -> Status;
-        module_load = hipModuleLoadData(*mut CUmodule, *const c_void) -> Status;
-        module_unload = hipModuleUnload(CUmodule) -> Status;
-        module_function = hipModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> Status;
-        launch = hipModuleLaunchKernel(
-            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
-            *mut *mut c_void, *mut *mut c_void
-        ) -> Status;
     } optional {
         version = hipRuntimeGetVersion(*mut c_int) -> Status;
         properties_of_6 = hipGetDevicePropertiesR0600(*mut c_void, c_int) -> Status;
@@ -75,27 +46,21 @@ table! {
     }
 }
 
-table! {
-    /// hipRTC's functions.
-    pub(crate) HipCompilerSymbols of "HIP" => {
-        version = hiprtcVersion(*mut c_int, *mut c_int) -> CompilerStatus;
-        create = hiprtcCreateProgram(
-            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char,
-            *const *const c_char
-        ) -> CompilerStatus;
-        destroy = hiprtcDestroyProgram(*mut nvrtcProgram) -> CompilerStatus;
-        compile = hiprtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> CompilerStatus;
-        log_size = hiprtcGetProgramLogSize(nvrtcProgram, *mut usize) -> CompilerStatus;
-        log = hiprtcGetProgramLog(nvrtcProgram, *mut c_char) -> CompilerStatus;
-        code_size = hiprtcGetCodeSize(nvrtcProgram, *mut usize) -> CompilerStatus;
-        code = hiprtcGetCode(nvrtcProgram, *mut c_char) -> CompilerStatus;
-    }
+/// Looks up functions that have another name than CUDA's and the same signature, that of their
+/// field, and adds the other fields of the table.
+macro_rules! renamed {
+    ($table:ident of $library:ident { $($field:ident = $symbol:ident;)* } { $($others:tt)* }) => {
+        $table { $($field: function($library, "HIP", stringify!($symbol))?,)* $($others)* }
+    };
 }
 
 /// Functions of the loaded library: a process uses one major version of HIP, because two do not
 /// share devices.
 static HIP: OnceLock<HipSymbols> = OnceLock::new();
-static HIP_COMPILER: OnceLock<HipCompilerSymbols> = OnceLock::new();
+/// `hiprtcVersion` of the loaded library.
+static COMPILER_VERSION: OnceLock<CompilerVersion> = OnceLock::new();
+
+type CompilerVersion = unsafe extern "C" fn(*mut c_int, *mut c_int) -> CompilerStatus;
 
 /// Loads this machine's HIP.
 ///
@@ -105,44 +70,48 @@ pub(crate) fn symbols() -> Result<Symbols> {
     let library =
         library("libamdhip64.so", &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"])
             .ok_or_else(|| missing("HIP", "no driver (libamdhip64.so was not found)"))?;
-    // SAFETY: the library of this name is HIP's runtime.
-    let found = unsafe { HipSymbols::of(library)? };
-    let hip = HIP.get_or_init(|| found);
-    Ok(Symbols {
-        api: Api::Hip,
-        architecture_name: Some(architecture_name),
-        init: hip.init,
-        device_count: hip.device_count,
-        device_get,
-        device_name: hip.device_name,
-        device_attribute,
-        context_retain,
-        context_release,
-        context_set,
-        context_current,
-        memory_info: hip.memory_info,
-        allocate: hip.allocate,
-        free: hip.free,
-        allocate_host,
-        free_host: hip.free_host,
-        copy_to_device: hip.copy_to_device,
-        copy_to_host: hip.copy_to_host,
-        copy_on_device: hip.copy_on_device,
-        stream_create: hip.stream_create,
-        stream_destroy: hip.stream_destroy,
-        stream_wait: hip.stream_wait,
-        event_create: hip.event_create,
-        event_destroy: hip.event_destroy,
-        event_record: hip.event_record,
-        event_query: hip.event_query,
-        module_load: hip.module_load,
-        module_unload: hip.module_unload,
-        module_function: hip.module_function,
-        launch: hip.launch,
-        function_attribute,
-        event_elapsed: Some(hip.event_elapsed),
-        tensor_map: None,
-    })
+    // SAFETY: the library of this name is HIP's runtime, whose functions have the types of their
+    // fields: handles and addresses are pointers or integers of the same size.
+    unsafe {
+        let found = HipSymbols::of(library)?;
+        HIP.get_or_init(|| found);
+        Ok(renamed! { Symbols of library {
+            init = hipInit;
+            device_count = hipGetDeviceCount;
+            device_name = hipDeviceGetName;
+            memory_info = hipMemGetInfo;
+            allocate = hipMalloc;
+            free = hipFree;
+            free_host = hipHostFree;
+            copy_to_device = hipMemcpyHtoDAsync;
+            copy_to_host = hipMemcpyDtoHAsync;
+            copy_on_device = hipMemcpyDtoDAsync;
+            stream_create = hipStreamCreateWithFlags;
+            stream_destroy = hipStreamDestroy;
+            stream_wait = hipStreamWaitEvent;
+            event_create = hipEventCreateWithFlags;
+            event_destroy = hipEventDestroy;
+            event_record = hipEventRecord;
+            event_query = hipEventQuery;
+            module_load = hipModuleLoadData;
+            module_unload = hipModuleUnload;
+            module_function = hipModuleGetFunction;
+            launch = hipModuleLaunchKernel;
+        } {
+            event_elapsed: function(library, "HIP", "hipEventElapsedTime").ok(),
+            api: Api::Hip,
+            architecture_name: Some(architecture_name),
+            device_get,
+            device_attribute,
+            context_retain,
+            context_release,
+            context_set,
+            context_current,
+            allocate_host,
+            function_attribute,
+            tensor_map: None,
+        }})
+    }
 }
 
 /// Loads this machine's hipRTC, which older releases have in the driver's library.
@@ -153,45 +122,73 @@ pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
     let names = ["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5"];
     // SAFETY: the pointer is not called.
     let has_compiler = |library: &&'static libloading::Library| unsafe {
-        function::<unsafe extern "C" fn()>(library, "HIP", "hiprtcVersion").is_ok()
+        function::<CompilerVersion>(library, "HIP", "hiprtcVersion").is_ok()
     };
     let older = || library("libamdhip64.so", &["libamdhip64.so.5"]).filter(has_compiler);
     let library = library("libhiprtc.so", &names)
         .or_else(older)
         .ok_or_else(|| missing("HIP", "no run-time compiler (libhiprtc.so was not found)"))?;
-    // SAFETY: the library of this name is hipRTC.
-    let found = unsafe { HipCompilerSymbols::of(library)? };
-    let hip = HIP_COMPILER.get_or_init(|| found);
-    Ok(CompilerSymbols {
-        api: Api::Hip,
-        version: compiler_version,
-        architecture_count,
-        architectures,
-        create: hip.create,
-        destroy: hip.destroy,
-        compile: hip.compile,
-        log_size: hip.log_size,
-        log: hip.log,
-        cubin_size: hip.code_size,
-        cubin: hip.code,
-        ptx_size: hip.code_size,
-        ptx: hip.code,
-    })
+    // SAFETY: the library of this name is hipRTC, whose functions have NVRTC's signatures.
+    unsafe {
+        let version = function(library, "HIP", "hiprtcVersion")?;
+        COMPILER_VERSION.get_or_init(|| version);
+        Ok(renamed! { CompilerSymbols of library {
+            create = hiprtcCreateProgram;
+            destroy = hiprtcDestroyProgram;
+            compile = hiprtcCompileProgram;
+            log_size = hiprtcGetProgramLogSize;
+            log = hiprtcGetProgramLog;
+            cubin_size = hiprtcGetCodeSize;
+            cubin = hiprtcGetCode;
+            ptx_size = hiprtcGetCodeSize;
+            ptx = hiprtcGetCode;
+        } {
+            api: Api::Hip,
+            version: compiler_version,
+            architecture_count,
+            architectures,
+        }})
+    }
+}
+
+/// Loads this machine's RCCL.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`] if there is none, or if it needs another HIP than the one
+/// in use: it would read the handles of streams as its own.
+#[cfg(feature = "nccl")]
+pub(crate) fn collectives() -> Result<&'static libloading::Library> {
+    let library = library("librccl.so", &["librccl.so.1"])
+        .ok_or_else(|| missing("RCCL", "no library (librccl.so.1 was not found)"))?;
+    let drivers = loaded("libamdhip64.so");
+    if drivers.len() > 1 {
+        return Err(missing("RCCL", format!("it needs another HIP: {}", drivers.join(", "))));
+    }
+    Ok(library)
+}
+
+/// Returns the paths of the libraries in this process whose file names start with `any`.
+fn loaded(any: &str) -> Vec<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let mut found: Vec<String> = paths
+        .filter(|path| path.rsplit('/').next().is_some_and(|file| file.starts_with(any)))
+        .map(str::to_owned)
+        .collect();
+    // a library is mapped in several pieces
+    found.dedup();
+    found
 }
 
 /// Loads a library: one that the process has loaded already, else the first of `names` that the
 /// linker finds, else `any` in ROCm's folder, because sites often set only `ROCM_PATH`.
 fn library(any: &str, names: &[&str]) -> Option<&'static libloading::Library> {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let mut loaded = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
-    let loaded =
-        loaded.find(|path| path.rsplit('/').next().is_some_and(|file| file.starts_with(any)));
     let folders = ["ROCM_PATH", "HIP_PATH"].into_iter().filter_map(std::env::var_os);
     let folders = folders.map(PathBuf::from).chain([PathBuf::from("/opt/rocm")]);
     let in_folders = folders.map(|folder| folder.join("lib").join(any).display().to_string());
-    let all: Vec<String> = loaded
-        .map(str::to_owned)
+    let all: Vec<String> = loaded(any)
         .into_iter()
+        .take(1)
         .chain(names.iter().map(|name| (*name).to_owned()))
         .chain(in_folders)
         .collect();
@@ -228,6 +225,8 @@ unsafe extern "C" fn device_attribute(
     let number = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 63,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE => 19,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED => 16,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS => 65,
         _ => return Status::INVALID_VALUE,
     };
     // SAFETY: as the caller guarantees.
@@ -311,9 +310,9 @@ unsafe extern "C" fn function_attribute(
 /// hipRTC's major version, and the version of HIP: hipRTC's own does not change with the compiler
 /// that it contains (9.0 in ROCm 5.2.3).
 unsafe extern "C" fn compiler_version(major: *mut c_int, hip: *mut c_int) -> CompilerStatus {
-    let Some(compiler) = HIP_COMPILER.get() else { return CompilerStatus::INTERNAL_ERROR };
+    let Some(version) = COMPILER_VERSION.get() else { return CompilerStatus::INTERNAL_ERROR };
     // SAFETY: the caller passes valid pointers.
-    let status = unsafe { (compiler.version)(major, hip) };
+    let status = unsafe { version(major, hip) };
     if let Some(read) = HIP.get().and_then(|driver| driver.version) {
         // SAFETY: as above; on failure the minor version stays.
         let _ = unsafe { read(hip) };

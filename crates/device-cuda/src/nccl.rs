@@ -1,13 +1,17 @@
-//! Table of NCCL's functions: the system's, or any with the same semantics.
+//! Table of NCCL's functions: the system's, or any with the same semantics. RCCL, for AMD GPUs, has
+//! the same functions under the same names, and its version is the one of NCCL that it follows.
 //!
 //! Types are those of `nccl.h` since NCCL 2.14, the first with non-blocking communicators.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 use cudarc::driver::sys::CUstream;
 
-use crate::symbols::{missing, open, table};
+use crate::{
+    Api, hip,
+    symbols::{missing, open, table},
+};
 
 /// Result of a call: [`SUCCESS`], [`IN_PROGRESS`], or an error code.
 pub type Status = c_int;
@@ -48,8 +52,10 @@ impl Config {
 }
 
 table! {
-    /// Functions of NCCL.
-    pub NcclSymbols of "NCCL" => {
+    /// Functions of NCCL or of RCCL.
+    pub NcclSymbols of "NCCL"
+        with api: Api = Api::Cuda
+    => {
         version = ncclGetVersion(*mut c_int) -> Status;
         unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
         init_rank = ncclCommInitRankConfig(
@@ -72,21 +78,52 @@ impl NcclSymbols {
     /// Oldest supported version.
     pub const OLDEST: c_int = 21400;
 
-    /// Loads this machine's NCCL.
+    /// Loads this machine's NCCL, or its RCCL for the GPUs of HIP.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] if there is none, or it is too old.
-    pub fn system() -> Result<Self> {
-        let library = open(&["libnccl.so.2", "libnccl.so"])
-            .ok_or_else(|| missing("NCCL", "no library (libnccl.so.2 was not found)"))?;
-        // SAFETY: it is NCCL by its name.
-        unsafe { Self::of(library)? }.checked()
+    /// [`Error::Unsupported`] if there is none, or it is too old.
+    pub fn system(api: Api) -> Result<Self> {
+        let library = match api {
+            Api::Cuda => open(&["libnccl.so.2", "libnccl.so"])
+                .ok_or_else(|| missing("NCCL", "no library (libnccl.so.2 was not found)"))?,
+            Api::Hip => hip::collectives()?,
+        };
+        // SAFETY: it is NCCL or RCCL by its name.
+        let found = unsafe { Self::of(library) }.map_err(|error| match error {
+            Error::Unsupported { by, .. } => Error::unsupported(Self::name_of(api), by),
+            other => other,
+        })?;
+        Self { api, ..found }.checked()
+    }
+
+    /// Name of the library for the GPUs of an interface.
+    pub const fn name_of(api: Api) -> &'static str {
+        match api {
+            Api::Cuda => "NCCL",
+            Api::Hip => "RCCL",
+        }
+    }
+
+    /// Name of the library.
+    pub const fn name(&self) -> &'static str {
+        Self::name_of(self.api)
+    }
+
+    /// Checks that the library is the one for the GPUs of `api`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn serving(self, api: Api) -> Result<Self> {
+        if self.api == api {
+            return Ok(self);
+        }
+        Err(Error::unsupported(format!("memory of {}", api.name()), self.name()))
     }
 
     /// Checks the version.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`].
+    /// [`Error::Unsupported`].
     pub fn checked(self) -> Result<Self> {
         self.number().map(|_| self)
     }
@@ -94,7 +131,7 @@ impl NcclSymbols {
     /// Returns the version; 22809 is 2.28.9.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] if the call fails or the version is too old.
+    /// [`Error::Unsupported`] if the call fails or the version is too old.
     pub fn number(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: a pointer to a local.
@@ -102,14 +139,14 @@ impl NcclSymbols {
         if status != SUCCESS || version < Self::OLDEST {
             let oldest = Self::OLDEST;
             return Err(missing(
-                "NCCL",
+                self.name(),
                 format!("its version is {version}, {oldest} or newer is needed"),
             ));
         }
         Ok(version)
     }
 
-    /// Formats a status with NCCL's text.
+    /// Formats a status with the library's text.
     pub fn words(&self, status: Status) -> String {
         // SAFETY: NCCL returns a static text that ends in 0.
         let text = unsafe { (self.error_string)(status) };

@@ -37,6 +37,7 @@ pub struct CudaView<'a> {
     dtype: DType,
     shape: [usize; 4],
     strides: [i64; 4],
+    is_in_host_memory: bool,
     borrow: PhantomData<&'a CudaTensor>,
 }
 
@@ -153,6 +154,7 @@ impl CudaTensor {
             dtype: self.dtype,
             shape: self.shape,
             strides,
+            is_in_host_memory: false,
             borrow: PhantomData,
         }
     }
@@ -177,7 +179,13 @@ impl CudaView<'_> {
         shape: [usize; 4],
         strides: [i64; 4],
     ) -> Self {
-        Self { address, dtype, shape, strides, borrow: PhantomData }
+        Self { address, dtype, shape, strides, is_in_host_memory: false, borrow: PhantomData }
+    }
+
+    /// True for a tensor in memory of the host's, which ends with the borrow: then a call that
+    /// enqueues work on it also waits for that work.
+    pub const fn is_in_host_memory(&self) -> bool {
+        self.is_in_host_memory
     }
 
     /// Address of the first element.
@@ -302,6 +310,56 @@ impl DeviceSpace for CudaSpace {
 
     fn view_mut(tensor: &mut CudaTensor) -> CudaViewMut<'_> {
         tensor.view_mut()
+    }
+
+    fn shares_host_memory(stream: &Stream) -> bool {
+        stream.device().shares_host_memory()
+    }
+
+    fn shared_view<'a>(stream: &Stream, tensor: HostView<'a>) -> Result<CudaView<'a>> {
+        let placed = match &tensor {
+            HostView::F64(view) => Placed::new(view.as_ptr(), view.strides()),
+            HostView::F32(view) => Placed::new(view.as_ptr(), view.strides()),
+            HostView::Bf16(view) => Placed::new(view.as_ptr(), view.strides()),
+            HostView::F16(view) => Placed::new(view.as_ptr(), view.strides()),
+        };
+        placed.view(stream, tensor.dtype(), tensor.shape())
+    }
+
+    fn shared_view_mut<'a>(stream: &Stream, tensor: HostViewMut<'a>) -> Result<CudaViewMut<'a>> {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape());
+        let placed = match tensor {
+            HostViewMut::F64(mut view) => Placed::new(view.as_mut_ptr(), view.strides()),
+            HostViewMut::F32(mut view) => Placed::new(view.as_mut_ptr(), view.strides()),
+            HostViewMut::Bf16(mut view) => Placed::new(view.as_mut_ptr(), view.strides()),
+            HostViewMut::F16(mut view) => Placed::new(view.as_mut_ptr(), view.strides()),
+        };
+        placed.view(stream, dtype, shape).map(CudaViewMut)
+    }
+}
+
+/// Address of the first element of a host tensor, and strides in elements.
+struct Placed {
+    address: CUdeviceptr,
+    strides: [i64; 4],
+}
+
+impl Placed {
+    fn new<T>(first: *const T, strides: &[isize]) -> Self {
+        let mut of_axes = [0; 4];
+        of_axes.iter_mut().zip(strides).for_each(|(of_axis, stride)| *of_axis = *stride as i64);
+        Self { address: first.expose_provenance() as CUdeviceptr, strides: of_axes }
+    }
+
+    /// Views the tensor on a device that shares the memory of the host.
+    fn view<'a>(self, stream: &Stream, dtype: DType, shape: [usize; 4]) -> Result<CudaView<'a>> {
+        let device = stream.device();
+        if !device.shares_host_memory() {
+            return Err(Error::unsupported("a tensor in host memory", device.name()));
+        }
+        let Self { address, strides } = self;
+        let borrow = PhantomData;
+        Ok(CudaView { address, dtype, shape, strides, is_in_host_memory: true, borrow })
     }
 }
 

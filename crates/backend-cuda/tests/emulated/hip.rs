@@ -1,21 +1,28 @@
 //! The backend on the emulated device as HIP: the program of AMD GPUs, in waves of 64.
 
-use std::time::Duration;
+use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
+use annulus::{Attention, LocalRing, Plan, Tensors};
+use annulus_comm::Staged;
 use annulus_conformance::{
     Case, Draw, Masks, Setting, Subject,
     suite::{self, Poison, Scale},
 };
-use annulus_core::{Backend, BackwardMode, DType, Dims, Dropout, Result, Spec};
+use annulus_core::{
+    Backend, BackwardMode, Block, DType, Dims, Dropout, ForwardPass, HostView, HostViews, Inputs,
+    Passes, RankShard, Result, RowSet, Rows, Spec, Workspace,
+};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Api, Architecture, Compiler, Device, Gpu, Stream},
+    device::{Api, Architecture, Compiler, CudaCopier, CudaSpace, Device, Gpu, Stream, Symbols},
 };
 use annulus_cuda_emulator as emulator;
 use annulus_plan::Layout;
+use half::f16;
+use ndarray::{Array4, ArrayView4, s};
 
 use crate::{
-    common::{staged, verdicts, wide},
+    common::{hosted, staged, verdicts, wide},
     matrix_backward::{dims, large_scores, non_finite_elements_reach_visible_pairs, passes_hold},
     mistakes::Planted,
     support::{
@@ -25,8 +32,12 @@ use crate::{
 };
 
 /// Opens device `ordinal`, of a target such as 0x942, at its highest level.
-fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
-    let device = Device::with_symbols(emulator::hip_symbols::<TARGET>(), ordinal)?;
+pub(crate) fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
+    on(emulator::hip_symbols::<TARGET>(), ordinal)
+}
+
+fn on(symbols: Symbols, ordinal: usize) -> Result<Cuda> {
+    let device = Device::with_symbols(symbols, ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hip_compiler_symbols(), Some(cache()))?;
     Ok(Cuda::on(Stream::new(&device)?, compiler))
 }
@@ -35,6 +46,11 @@ fn hip_on<const TARGET: u32>(ordinal: usize) -> Result<Cuda> {
 pub(crate) fn planted_on<const TARGET: u32>(ordinal: usize, planted: Planted) -> Result<Cuda> {
     planted.plant(ordinal);
     Ok(hip_on::<TARGET>(ordinal)?.edited(planted.edit()))
+}
+
+/// As [`hip_on`] with the memory of the host, like an MI300A.
+fn apu_on(ordinal: usize) -> Result<Cuda> {
+    on(emulator::apu_symbols::<0x942>(), ordinal)
 }
 
 /// Devices at level plain.
@@ -55,7 +71,9 @@ fn matrix<const TARGET: u32>() -> impl Subject {
 
 verdicts! {
     random_cases_hold_as_hip: suite::random_cases(&plain(), 300..312);
-    random_cases_hold_on_matrix_cores: suite::random_cases(&matrix::<0x942>(), 300..312);
+    random_cases_hold_on_matrix_cores: suite::random_cases(&matrix::<0x942>(), 300..306);
+    random_cases_hold_in_memory_shared_with_the_host:
+        suite::random_cases(&hosted("emulated apu", || apu_on(next_device())), 306..312);
     a_sample_of_the_matrix_holds_as_hip: suite::matrix(&plain(), Scale::OneIn(41));
     a_sample_of_the_matrix_holds_on_matrix_cores:
         suite::matrix(&matrix::<0x90a>(), Scale::OneIn(41));
@@ -240,4 +258,93 @@ fn compilers_serve_gpus_of_their_own_interface() {
     let error = hiprtc.target(&Architecture { major: 8, minor: 0 }.into()).unwrap_err();
     assert!(error.to_string().starts_with("compute capability 8.0 is not supported by hipRTC"));
     assert_eq!(hiprtc.api(), Api::Hip);
+}
+
+/// Tensors of a rank of one head of 64 dims, contiguous in no axis: q, k, v and dout.
+fn strided(whole: &[Array4<f16>; 4]) -> [ArrayView4<'_, f16>; 4] {
+    // [b, h, d, n], every other row of an odd number of them
+    whole
+        .each_ref()
+        .map(|whole| whole.view().permuted_axes([0, 3, 1, 2]).slice_move(s![.., ..;-2, .., ..]))
+}
+
+/// Results of a pass over strided tensors in host memory; and of the device, bytes that were copied
+/// to it and from it, and copies within it.
+fn host_pass(open: fn(usize) -> Result<Cuda>) -> Result<([Array4<f16>; 4], [u64; 3])> {
+    let ordinal = next_device();
+    let draw = &mut Draw::new(5);
+    let whole = [(); 4].map(|()| draw.tensor((1, 2, 64, 141)).mapv(f16::from_f64));
+    let [q, k, v, dout] = strided(&whole);
+    let dims = Dims::new(1, 71, 2, 64);
+    let mut plan =
+        LocalRing::from_plans(Attention::new().dtype(DType::F16), dims, 1, |_, setup, inner| {
+            let cuda = open(ordinal)?;
+            let copier = CudaCopier::new(cuda.stream().device())?;
+            let staged = Staged::<_, HostViews<CudaSpace>>::new(inner, copier);
+            Plan::with_backend(setup, dims, cuda.on_host(), staged)
+        })?;
+    let tensors = Tensors::new(q, k, v);
+    let forward = plan.forward(&tensors)?;
+    let backward = plan.backward(&tensors, &forward, dout, None)?;
+    let counts = [
+        emulator::bytes_to_device(ordinal),
+        emulator::bytes_to_host(ordinal),
+        emulator::device_copies(ordinal),
+    ];
+    Ok(([forward.out, backward.dq, backward.dk, backward.dv], counts))
+}
+
+#[test]
+fn tensors_in_memory_shared_with_the_host_are_not_copied() {
+    let (copied, counts) = host_pass(hip_on::<0x942>).unwrap();
+    let tensor = 71 * 2 * 64 * 2;
+    let statistics = 71 * 2 * 4;
+    // to the device q, k, v of each pass, out, dout, max, sum, and lists of tiles; from it out, lse,
+    // max, sum, dq, dk, dv
+    let lists = counts[0] - (8 * tensor + 2 * statistics);
+    assert_eq!(counts[1..], [4 * tensor + 3 * statistics, 0]);
+    let name = apu_on(next_device()).unwrap().to_string();
+    assert!(name.ends_with(", level matrix, memory shared with the host"), "{name}");
+    let (shared, counts) = host_pass(apu_on).unwrap();
+    assert_eq!(counts, [lists, 0, 0]);
+    assert!(copied.iter().zip(&shared).all(|(copied, shared)| copied == shared));
+}
+
+/// Work that is queued after each call of a forward pass on tensors in host memory.
+fn queued_by(cuda: Cuda, ordinal: usize) -> Result<[usize; 2]> {
+    let dims = Dims::new(1, 70, 2, 64);
+    let rows = Arc::new(Rows::counting(70, 0)?);
+    let shard = RankShard {
+        spec: Arc::new(Spec::new(dims, DType::F16)),
+        queries: Arc::clone(&rows),
+        keys: Arc::clone(&rows),
+        attention_mask: None,
+        key_lists: None,
+        received_lists: None,
+        most_block_rows: 70,
+        most_query_rows: 70,
+        leaves: None,
+    };
+    let tensor = Array4::from_elem((1, 70, 2, 64), f16::ONE);
+    let view = || HostView::F16(tensor.view());
+    let tick = &mut || ControlFlow::Continue(());
+    let backend = cuda.on_host();
+    let mut workspace = backend.workspace(&shard, Passes::Forward)?;
+    let inputs = Inputs { q: view(), k: view(), v: view(), bias: None, sinks: None };
+    let mut pass = workspace.forward(inputs, tick)?;
+    let mut buffer = backend.allocate(70 * shard.spec.kv_row_layout().bytes())?;
+    let ready = &pass.local_kv(&mut buffer, &RowSet::all(70))?;
+    let packed = emulator::queued(ordinal);
+    pass.attend(&Block { buffer: &buffer, ready, rows: &rows, first_local: Some(0) }, tick)?;
+    Ok([packed, emulator::queued(ordinal)])
+}
+
+/// Whoever forgets the pass may free the tensors that its kernels read.
+#[test]
+fn no_work_on_memory_shared_with_the_host_is_left_when_a_call_returns() {
+    let ordinal = next_device();
+    assert_eq!(queued_by(apu_on(ordinal).unwrap(), ordinal).unwrap(), [0, 0]);
+    let ordinal = next_device();
+    let [packed, attended] = queued_by(hip_on::<0x942>(ordinal).unwrap(), ordinal).unwrap();
+    assert!(packed > 0 && attended > packed, "{packed} {attended}");
 }

@@ -1,4 +1,4 @@
-//! Rings over emulated NCCL, device to device; then failures: each is a typed error on every rank,
+//! Rings over emulated NCCL and RCCL, device to device; then failures: each is a typed error on every rank,
 //! in time.
 
 use std::{
@@ -13,8 +13,10 @@ use annulus_comm::{
     nccl::Nccl,
     threads::{self, each_rank},
 };
-use annulus_conformance::{FacadeOn, RankSetup, RingSubject, Subject, suite};
-use annulus_core::{DType, Dims, Error, Incoming, Outgoing, Result, Transport};
+use annulus_conformance::{
+    Case, Draw, FacadeOn, Masks, RankSetup, RingSubject, Setting, Subject, suite,
+};
+use annulus_core::{DType, Dims, Error, Incoming, Outgoing, Result, Spec, Transport};
 use annulus_cuda::{
     Cuda,
     device::{
@@ -22,18 +24,23 @@ use annulus_cuda::{
         nccl::{NcclSymbols, RawCommunicator, Status, UniqueId},
     },
 };
-use annulus_cuda_emulator::{self as emulator, nccl_symbols};
+use annulus_cuda_emulator::{self as emulator, nccl_symbols, rccl_symbols};
+use annulus_plan::Layout;
 
 use crate::{
     common::{CudaMemory, DEADLINE, refuses_a_shared_gpu},
     copies::{arrived, filled, header},
+    hip::hip_on,
     support::{emulated, next_device},
 };
 
 /// Backend and transport of one rank.
-fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
-    let backend = emulated()?;
-    let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
+fn rank_setup(
+    inner: Threads,
+    backend: Cuda,
+    table: NcclSymbols,
+) -> Result<RankSetup<CudaMemory, Cuda>> {
+    let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(table), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
     Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
@@ -41,8 +48,27 @@ fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
 fn subject() -> impl Subject {
     RingSubject::new("emulated cuda over nccl", |ranks| {
         // initialization waits for all ranks
-        each_rank(threads::ring(ranks), |_, inner| rank_setup(inner))
+        each_rank(threads::ring(ranks), |_, inner| rank_setup(inner, emulated()?, nccl_symbols()))
     })
+}
+
+#[test]
+fn rings_of_amd_gpus_hold_over_rccl() {
+    let subject = RingSubject::new("emulated hip over rccl", |ranks| {
+        each_rank(threads::ring(ranks), |_, inner| {
+            rank_setup(inner, hip_on::<0x942>(next_device())?, rccl_symbols())
+        })
+    });
+    let dims = Dims { kv_heads: 1, ..Dims::new(1, 150, 2, 64) };
+    let masks = Masks { causal: true, ..Masks::default() };
+    let case = Case::new("rccl", Spec::new(dims, DType::F64), masks, &mut Draw::new(3));
+    // zigzag rows are gathered and scattered
+    for (ranks, layout, dtype) in
+        [(2, Layout::Zigzag, DType::F16), (3, Layout::Contiguous, DType::Bf16)]
+    {
+        let setting = Setting::new(ranks, layout);
+        suite::answer(&subject, &case.clone().in_dtype(dtype), &setting).unwrap();
+    }
 }
 
 /// NCCL runs groups in order, so they are posted whole.
@@ -171,6 +197,10 @@ fn a_machine_without_nccl_is_refused_on_all_ranks() {
         errors,
         [Some(Error::Refused { rank: 1, what: missing.to_string() }), Some(missing)]
     );
+    // nor does RCCL serve a GPU of NVIDIA
+    let other = Error::unsupported("memory of CUDA", "RCCL");
+    let (errors, _) = meet([Ok(nccl_symbols()), Ok(rccl_symbols())], DEADLINE);
+    assert_eq!(errors, [Some(Error::Refused { rank: 1, what: other.to_string() }), Some(other)]);
 }
 
 #[test]

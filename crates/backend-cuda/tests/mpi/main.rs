@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! mpi                       rings, forward and backward
+//! mpi decides RUNTIME       only memory of this runtime (cuda, hip) is passed to MPI
 //! mpi lost joining          rank 1 is killed while communicators are created: the others report it
 //! mpi lost forward|backward rank 1 is killed in the middle of a pass: the others report it
 //! ```
@@ -19,11 +20,12 @@ fn run(arguments: &[&str]) -> Result<String> {
     let launch = Launch::begin()?;
     match arguments {
         [] => rings::all(),
+        ["decides", runtime] => rings::decides(runtime),
         ["lost", moment] => rings::lost(launch, moment),
         other => Err(Error::invalid(
             "arguments",
             other.join(" "),
-            "none, or lost joining|forward|backward",
+            "none, decides cuda|hip, or lost joining|forward|backward",
         )),
     }
 }

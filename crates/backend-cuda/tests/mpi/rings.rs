@@ -11,6 +11,7 @@ use std::{
 
 use annulus::{
     Attention, Dims, Division, Error, Layout, LocalRing, Plan, Result, Runtime, Setup, Tensors,
+    backend::cuda_rank_over_mpi,
     comm::{
         Staged,
         mpi::{DeviceMpi, Launch, Mpi, Settings},
@@ -21,12 +22,12 @@ use annulus_core::{Control, HostViews, Transport};
 use annulus_cuda::{
     Cuda,
     device::{
-        Compiler, CudaCopier, CudaSpace, Device, ImageCache, Status as DriverStatus, Stream,
+        Api, Compiler, CudaCopier, CudaSpace, Device, ImageCache, Status as DriverStatus, Stream,
         Symbols,
         nccl::{Config, NcclSymbols, RawCommunicator, Status, UniqueId},
     },
 };
-use annulus_cuda_emulator::{self as emulator, nccl_symbols};
+use annulus_cuda_emulator::{self as emulator, nccl_symbols, rccl_symbols};
 use ndarray::{Array4, Axis};
 
 /// Transport of the blocks.
@@ -37,7 +38,7 @@ enum Link {
     Direct,
     /// Staged on odd ranks, direct on even ranks.
     Mixed,
-    /// NCCL; MPI carries its unique id and small messages.
+    /// NCCL or RCCL; MPI carries its unique id and small messages.
     Nccl,
 }
 
@@ -56,19 +57,24 @@ unsafe extern "C" fn none(_: *mut *mut std::ffi::c_void, _: usize) -> DriverStat
     DriverStatus::OUT_OF_MEMORY
 }
 
+/// The driver of an interface.
+fn driver(api: Api) -> Symbols {
+    match api {
+        Api::Cuda => emulator::symbols(),
+        Api::Hip => emulator::hip_symbols::<0x942>(),
+    }
+}
+
 /// Plan of this rank.
-fn plan(layout: Layout, link: Link) -> Result<Plan> {
+fn plan(api: Api, layout: Layout, link: Link) -> Result<Plan> {
     let mpi = Mpi::world(Settings::default())?;
     let staged = link == Link::Staged || link == Link::Mixed && !mpi.rank().is_multiple_of(2);
-    let symbols = if staged {
-        emulator::symbols()
-    } else {
-        Symbols { allocate_host: none, ..emulator::symbols() }
-    };
+    let symbols = if staged { driver(api) } else { Symbols { allocate_host: none, ..driver(api) } };
     let device = Device::with_symbols(symbols, 0)?;
     let transport: Box<dyn Transport<HostViews<CudaSpace>>> = match link {
         Link::Nccl => {
-            Box::new(Nccl::with_symbols(mpi, &device, Ok(emulator::nccl_symbols()), DEADLINE)?)
+            let table = if api == Api::Cuda { nccl_symbols() } else { rccl_symbols() };
+            Box::new(Nccl::with_symbols(mpi, &device, Ok(table), DEADLINE)?)
         }
         _ if staged => Box::new(Staged::new(mpi, CudaCopier::new(&device)?)),
         _ => Box::new(DeviceMpi::new(mpi, &device)?),
@@ -84,16 +90,22 @@ pub(crate) fn plan_over_nccl(symbols: NcclSymbols, deadline: Duration) -> Result
     plan_over(Layout::Contiguous, &device, Box::new(nccl), deadline)
 }
 
+fn compiler(api: Api) -> Result<Compiler> {
+    let symbols = match api {
+        Api::Cuda => emulator::compiler_symbols(),
+        Api::Hip => emulator::hip_compiler_symbols(),
+    };
+    let cache = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels");
+    Compiler::with_symbols(symbols, Some(ImageCache::new(cache)))
+}
+
 fn plan_over(
     layout: Layout,
     device: &Device,
     transport: Box<dyn Transport<HostViews<CudaSpace>>>,
     deadline: Duration,
 ) -> Result<Plan> {
-    let cache =
-        ImageCache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"));
-    let compiler = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache))?;
-    let cuda = Cuda::on(Stream::new(device)?, compiler);
+    let cuda = Cuda::on(Stream::new(device)?, compiler(device.api())?);
     let attention = Setup::from((
         Attention::new().causal(true),
         Division::new().layout(layout),
@@ -144,10 +156,12 @@ pub(crate) fn attend(mut plan: Plan, between: impl FnOnce()) -> Result<[[Array4<
 pub(crate) fn all() -> Result<String> {
     let mut rings = 0;
     let here = Mpi::world(Settings::default())?;
-    for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
+    for (api, layout) in
+        [(Api::Cuda, Layout::Contiguous), (Api::Hip, Layout::Zigzag), (Api::Cuda, Layout::Striped)]
+    {
         let mut first: Option<[Array4<f32>; 4]> = None;
         for link in [Link::Staged, Link::Direct, Link::Mixed, Link::Nccl] {
-            let [got, want] = attend(plan(layout.clone(), link)?, || ())?;
+            let [got, want] = attend(plan(api, layout.clone(), link)?, || ())?;
             for (name, (got, want)) in
                 ["out", "dq", "dk", "dv"].into_iter().zip(got.iter().zip(&want))
             {
@@ -176,10 +190,23 @@ pub(crate) fn all() -> Result<String> {
     }
     let summary = format!(
         "device memory over mpi: {rings} rings of {} ranks, staged, from device memory, mixed, \
-         by nccl",
+         by nccl or rccl",
         here.ranks()
     );
     Ok(if here.rank() == 0 { summary } else { String::new() })
+}
+
+/// Requires that memory of `runtime` alone is passed to MPI: the library reports so of it.
+pub(crate) fn decides(runtime: &str) -> Result<String> {
+    for api in [Api::Cuda, Api::Hip] {
+        let device = Device::with_symbols(driver(api), 0)?;
+        let cuda = Cuda::on(Stream::new(&device)?, compiler(api)?);
+        let (_, is_passed) = cuda_rank_over_mpi(cuda, Mpi::world(Settings::default())?)?;
+        if is_passed != api.name().eq_ignore_ascii_case(runtime) {
+            return Err(Error::internal(format!("{}: passed is {is_passed}", api.name())));
+        }
+    }
+    Ok(String::new())
 }
 
 /// Deadline of ranks that receive messages from each other.

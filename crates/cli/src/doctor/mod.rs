@@ -128,7 +128,10 @@ fn of_build(isa: Option<Isa>) -> Findings {
         of_gpus(Api::Hip).iter().for_each(|gpu| line("hip", gpu));
     }
     #[cfg(feature = "nccl")]
-    line("nccl", &of_nccl());
+    {
+        line("nccl", &of_nccl(Api::Cuda));
+        line("rccl", &of_nccl(Api::Hip));
+    }
     let [mpi, nccl] = [cfg!(feature = "mpi"), cfg!(feature = "nccl")];
     line("transports", &with_missing(&[("threads", true), ("mpi", mpi), ("nccl", nccl)]));
     line("dtypes", "f64 f32 bf16 f16");
@@ -184,11 +187,11 @@ fn of_gpus(api: Api) -> Vec<String> {
     )
 }
 
-/// Returns the version of NCCL, or what is missing.
+/// Returns the version of NCCL or RCCL, or what is missing.
 #[cfg(feature = "nccl")]
-fn of_nccl() -> String {
+fn of_nccl(api: Api) -> String {
     use annulus::backend::cuda::device::nccl::NcclSymbols;
-    NcclSymbols::system()
+    NcclSymbols::system(api)
         .and_then(|symbols| symbols.number())
         .map_or_else(|missing| missing.to_string(), |number| format!("version {number}"))
 }

@@ -19,17 +19,18 @@ pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
     line("mpi", &library);
     line("mpi threads", &launch.thread_level()?.to_string());
-    let aware = launch.gpu_awareness(GpuRuntime::Cuda);
-    let blocks = aware.decides().map_or_else(
-        |error| error.to_string(),
-        |takes| {
-            format!(
-                "CUDA memory {}",
-                if takes { "is passed to mpi" } else { "is staged through the host" }
-            )
-        },
-    );
-    line("gpu-aware", &format!("{aware}: {blocks} ({} decides, 1 or 0)", GpuAwareness::VARIABLE));
+    for runtime in [GpuRuntime::Cuda, GpuRuntime::Hip] {
+        let aware = launch.gpu_awareness(runtime);
+        let blocks = aware.decides().map_or_else(
+            |error| error.to_string(),
+            |takes| {
+                let how = if takes { "is passed to mpi" } else { "is staged through the host" };
+                format!("{runtime} memory {how}")
+            },
+        );
+        let variable = GpuAwareness::VARIABLE;
+        line("gpu-aware", &format!("{aware}: {blocks} ({variable} decides, 1 or 0)"));
+    }
     let reported =
         GpuRuntime::ALL.map(|runtime| format!("{runtime} {}", launch.gpu_awareness(runtime)));
     line("gpu memory", &format!("accepted by mpi: {}", reported.join(", ")));

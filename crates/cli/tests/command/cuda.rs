@@ -5,14 +5,16 @@ use std::{fmt::Write as _, fs, process::Command};
 
 use crate::support::{Folder, RunResult};
 
-/// Returns the names of the library functions in a table of the sources.
+/// Returns the names of the library functions in a table of the sources: words with a prefix.
 fn names(table: &str, prefix: &str) -> Vec<String> {
-    let after = |line: &str| {
-        line.split_once(" = ")
-            .map(|(_, right)| right.split('(').next().unwrap_or_default().to_owned())
+    let is_name = |word: &&str| {
+        let rest = word.strip_prefix(prefix).map(|rest| rest.strip_prefix("rtc").unwrap_or(rest));
+        rest.is_some_and(|rest| rest.starts_with(char::is_uppercase))
     };
-    let names: Vec<String> =
-        table.lines().filter_map(after).filter(|name| name.starts_with(prefix)).collect();
+    let words = table.split(|c: char| !c.is_alphanumeric() && c != '_').filter(is_name);
+    let mut names: Vec<String> = words.map(str::to_owned).collect();
+    names.sort();
+    names.dedup();
     assert!(names.len() > 10, "{prefix}: {names:?}");
     names
 }
@@ -63,6 +65,7 @@ impl Machine {
             "libnvrtc.so",
             "libnccl.so.2",
             "libnccl.so",
+            "librccl.so.1",
             "libamdhip64.so.7",
             "libamdhip64.so.6",
             "libamdhip64.so.5",
@@ -268,35 +271,63 @@ fn hip_is_found_in_the_libraries_of_rocm_5_and_6_and_what_is_missing_is_named() 
 
 #[cfg(feature = "nccl")]
 #[test]
-fn missing_and_unsuitable_nccl_is_named() {
-    const TABLE: &str = include_str!("../../../device-cuda/src/nccl.rs");
-    let bench = "bench --backend cuda --transport nccl --ns 8 --ranks 2";
+fn missing_and_unsuitable_nccl_and_rccl_is_named() {
+    let nvidia = Machine::new("nccl_none").with_driver(&[]).with_compiler(&[]);
+    transport_is_named(nvidia, "cuda", "NCCL", "libnccl.so.2");
+    transport_is_named(amd("rccl_none", "libamdhip64.so.7"), "hip", "RCCL", "librccl.so.1");
+    // the library of another ROCm: it loads the HIP that it was linked with
+    let load = "int dlopen(const char *, int); __attribute__((constructor)) static void load() \
+                { dlopen(\"libamdhip64.so.6\", 2); } int ncclGetVersion(int *version) \
+                { *version = 22105; return 0; }";
+    amd("rccl_of_another_rocm", "libamdhip64.so.7")
+        .with("libamdhip64.so.6", &[], &[])
+        .with("librccl.so.1", &nccl_names(), &[("ncclGetVersion", load)])
+        .run("bench --backend hip --transport nccl --ns 8 --ranks 2")
+        .failed(1, &["RCCL is not supported by this machine: it needs another HIP: ", "so.6"]);
+}
+
+#[cfg(feature = "nccl")]
+fn nccl_names() -> Vec<String> {
+    names(include_str!("../../../device-cuda/src/nccl.rs"), "nccl")
+}
+
+/// A machine with an MI300X.
+#[cfg(feature = "nccl")]
+fn amd(name: &str, driver: &str) -> Machine {
+    let written = hip_driver("hipGetDevicePropertiesR0600", 1160, "gfx942:sramecc+:xnack-");
+    let written: Vec<_> =
+        written.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+    let all = names(include_str!("../../../device-cuda/src/hip.rs"), "hip");
+    let [compiler, runtime]: [Vec<String>; 2] = [true, false].map(|compiles| {
+        all.iter().filter(|name| name.starts_with("hiprtc") == compiles).cloned().collect()
+    });
+    Machine::new(name).with(driver, &runtime, &written).with("libhiprtc.so.7", &compiler, &written)
+}
+
+/// Checks the errors of a machine with one GPU: without the library of a transport, with ones that
+/// do not suit, and with one that does.
+#[cfg(feature = "nccl")]
+fn transport_is_named(machine: Machine, backend: &str, name: &str, library: &str) {
+    let bench = format!("bench --backend {backend} --transport nccl --ns 8 --ranks 2");
+    let this_machine = |what: &str| format!("{name} is not supported by this machine: {what}");
     let version = |number: u32| {
         format!("int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}")
     };
-    let machine = Machine::new("nccl_none").with_driver(&[]).with_compiler(&[]);
-    machine.run(bench).failed(
-        1,
-        &["NCCL is not supported by this machine: no library (libnccl.so.2 was not found)"],
-    );
+    let lacks = |machine: &Machine, what: &str| machine.run(&bench).failed(1, &[what]);
+    lacks(&machine, &this_machine(&format!("no library ({library} was not found)")));
     let without_recv: Vec<String> =
-        names(TABLE, "nccl").into_iter().filter(|name| name != "ncclRecv").collect();
-    let machine = machine.with("libnccl.so.2", &without_recv, &[]);
-    machine
-        .run(bench)
-        .failed(1, &["NCCL is not supported by this machine: its library has no ncclRecv"]);
-    let machine =
-        machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(21200))]);
-    machine.run(bench).failed(1, &["its version is 21200, 21400 or newer is needed"]);
-    let machine =
-        machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(22809))]);
-    machine.run(bench).failed(
+        nccl_names().into_iter().filter(|name| name != "ncclRecv").collect();
+    let machine = machine.with(library, &without_recv, &[]);
+    lacks(&machine, &this_machine("its library has no ncclRecv"));
+    let of_version = |machine: Machine, number| {
+        machine.with(library, &nccl_names(), &[("ncclGetVersion", &version(number))])
+    };
+    let machine = of_version(machine, 21200);
+    lacks(&machine, &this_machine("its version is 21200, 21400 or newer is needed"));
+    let machine = of_version(machine, 22809);
+    machine.run(&bench).failed(
         1,
         &["rank 1 without a GPU of its own", "this machine, which has 1", "--transport threads"],
     );
-    let doctor = machine.run("doctor").out;
-    assert!(
-        doctor.lines().any(|line| line.starts_with("nccl ") && line.ends_with("version 22809")),
-        "{doctor}"
-    );
+    machine.prints(&name.to_lowercase(), "version 22809");
 }

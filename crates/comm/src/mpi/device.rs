@@ -1,4 +1,4 @@
-//! CUDA memory over a GPU-aware MPI: no byte is copied through host memory.
+//! Memory of CUDA or of HIP over a GPU-aware MPI: no byte is copied through host memory.
 //!
 //! ```text
 //! compute stream ─ready─▶ [gather] ─▶ MPI_Isend ┄▶ MPI_Irecv ─▶ [scatter] ─event─▶ compute stream
@@ -33,7 +33,7 @@ use crate::{
 /// block, large beside the cost of a poll.
 const POLL: Duration = Duration::from_micros(100);
 
-/// Endpoint of one rank, of any space with blocks in CUDA memory.
+/// Endpoint of one rank, of any space with blocks in memory of a [`Device`].
 pub struct DeviceMpi {
     inner: Mpi,
     stream: Stream,
@@ -63,7 +63,7 @@ struct WaitingReceive {
     into: CudaBuffer,
 }
 
-/// A receive into CUDA memory.
+/// A receive into device memory.
 struct DeviceReceive {
     /// The message as the caller posted it.
     header: MessageHeader,

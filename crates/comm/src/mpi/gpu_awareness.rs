@@ -21,12 +21,22 @@ use super::{
 /// Runtime whose device memory an MPI library may accept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuRuntime {
-    /// CUDA, of NVIDIA. The only one of which this library passes memory.
+    /// CUDA, of NVIDIA.
     Cuda,
     /// HIP, of AMD.
     Hip,
-    /// Level Zero, of Intel.
+    /// Level Zero, of Intel, whose memory this library does not pass.
     LevelZero,
+}
+
+#[cfg(feature = "cuda")]
+impl From<annulus_device_cuda::Api> for GpuRuntime {
+    fn from(api: annulus_device_cuda::Api) -> Self {
+        match api {
+            annulus_device_cuda::Api::Cuda => Self::Cuda,
+            annulus_device_cuda::Api::Hip => Self::Hip,
+        }
+    }
 }
 
 impl GpuRuntime {
@@ -86,11 +96,6 @@ impl GpuAwareness {
     /// Environment variable that overrides the library's report: 1 or 0.
     pub const VARIABLE: &'static str = "ANNULUS_GPU_AWARE";
 
-    /// Returns the report of the MPI library of this process on CUDA memory.
-    pub fn of_library() -> Self {
-        Self::of_runtime(GpuRuntime::Cuda)
-    }
-
     /// Returns the report of the MPI library of this process on memory of `runtime`.
     pub fn of_runtime(runtime: GpuRuntime) -> Self {
         let is_cray = library().is_ok_and(|version| version.contains("CRAY MPICH"));
@@ -116,7 +121,7 @@ impl GpuAwareness {
         }
     }
 
-    /// Returns true if CUDA memory is to be passed to MPI: as the variable says, else if the
+    /// Returns true if memory of the runtime is to be passed to MPI: as the variable says, else if the
     /// library reports that it accepts it.
     ///
     /// # Errors
@@ -153,8 +158,8 @@ impl fmt::Display for GpuAwareness {
 }
 
 impl Launch {
-    /// Returns the library's report on pointers to memory of a GPU runtime. Without those of CUDA,
-    /// blocks are staged.
+    /// Returns the library's report on pointers to memory of a GPU runtime. Without support, blocks
+    /// are staged.
     pub fn gpu_awareness(&self, runtime: GpuRuntime) -> GpuAwareness {
         GpuAwareness::of_runtime(runtime)
     }

@@ -147,7 +147,7 @@ impl NcclCommunicator {
         let left = || until.saturating_duration_since(Instant::now());
         let number = |value: usize| {
             c_int::try_from(value)
-                .map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"))
+                .map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), symbols.name()))
         };
         let own = number(rank)?;
         let all = number(ranks)?;
@@ -243,7 +243,7 @@ impl NcclCommunicator {
         // SAFETY: the communicator is alive, and the pointer is to a local.
         let inquiry = unsafe { (self.symbols.async_error)(self.handle.0, &raw mut status) };
         check(&self.symbols, "ncclCommGetAsyncError", inquiry)?;
-        check(&self.symbols, "NCCL", status)?;
+        check(&self.symbols, self.symbols.name(), status)?;
         Ok(if status == IN_PROGRESS { NcclState::Busy } else { NcclState::Good })
     }
 

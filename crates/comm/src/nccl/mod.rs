@@ -1,5 +1,5 @@
-//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream
-//! of their own.
+//! Transport of device memory from GPU to GPU: grouped sends and receives in a stream of their own,
+//! of NCCL or, on AMD GPUs, of RCCL. Below NCCL is either.
 //!
 //! ```text
 //! compute stream         ready ┐                                            ┌▶ event
@@ -42,7 +42,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 use annulus_device_cuda::{
-    Api, CudaBuffer, CudaSpace, Device, Event, Stream,
+    CudaBuffer, CudaSpace, Device, Event, Stream,
     nccl::{NcclSymbols, RawCommunicator, UniqueId},
 };
 
@@ -96,11 +96,7 @@ impl<T: Transport<Host>> Nccl<T> {
     /// # Errors
     /// See the [module](self).
     pub fn open(inner: T, device: &Device, deadline: Duration) -> Result<Self> {
-        let symbols = match device.api() {
-            Api::Cuda => NcclSymbols::system(),
-            Api::Hip => Err(Error::unsupported("transport nccl", "backend hip")),
-        };
-        Self::with_symbols(inner, device, symbols, deadline)
+        Self::with_symbols(inner, device, NcclSymbols::system(device.api()), deadline)
     }
 
     /// As [`Nccl::open`], with these functions; an error on all ranks if one rank has none.
@@ -117,7 +113,7 @@ impl<T: Transport<Host>> Nccl<T> {
     ) -> Result<Self> {
         let until = Instant::now() + deadline;
         // rank 0's id, and the status of every rank
-        let able = symbols.and_then(|symbols| {
+        let able = symbols.and_then(|symbols| symbols.serving(device.api())).and_then(|symbols| {
             let id = if inner.rank() == 0 {
                 communicator::unique_id(&symbols, device)?.0.to_vec()
             } else {
@@ -163,7 +159,8 @@ impl<T: Transport<Host>> Nccl<T> {
         let until = Instant::now() + deadline;
         // SAFETY: as promised.
         let communicator = unsafe { NcclCommunicator::borrowed(symbols, device, communicator) };
-        let fits = communicator.membership().and_then(|got| {
+        let serving = symbols.serving(device.api());
+        let fits = serving.and_then(|_| communicator.membership()).and_then(|got| {
             let want = Membership { rank: inner.rank(), ranks: inner.ranks() };
             if got == want {
                 Stream::new(device)

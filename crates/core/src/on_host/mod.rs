@@ -5,7 +5,8 @@
 //!                                        blocks: device buffers, for any transport of the space
 //! ```
 //! Inputs are uploaded when a pass starts and outputs are downloaded when it finishes. Between them
-//! nothing is copied: queries, accumulators, gradients and blocks stay on the device.
+//! nothing is copied: queries, accumulators, gradients and blocks stay on the device. A device that
+//! shares the memory of the host reads and writes the host tensors themselves.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -75,7 +76,7 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
         let inputs = slots
             .as_mut()
             .zip(inputs)
-            .try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
+            .try_map(|(slot, tensor)| slot.input(context, tensor, &mut *tick))?;
         Ok(OnHostForward { pass: self.inner.forward(inputs, tick)?, context, outputs })
     }
 
@@ -100,7 +101,7 @@ impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D
             dlse: Some(dlse),
         };
         let inputs =
-            slots.zip(inputs).try_map(|(slot, tensor)| slot.upload(context, tensor, &mut *tick))?;
+            slots.zip(inputs).try_map(|(slot, tensor)| slot.input(context, tensor, &mut *tick))?;
         Ok(OnHostBackward { pass: self.inner.backward(inputs, mode, tick)?, context, gradients })
     }
 }
@@ -114,7 +115,8 @@ pub struct OnHostForward<'p, P, D: DeviceSpace> {
 
 /// An output of the pass on the device and the caller's tensor that it is downloaded to.
 struct Output<'a, 'b, D: DeviceSpace> {
-    on_device: &'a mut D::Tensor,
+    /// `None` if the device writes to the caller's tensor.
+    on_device: Option<&'a mut D::Tensor>,
     on_host: &'a mut HostViewMut<'b>,
 }
 
@@ -124,16 +126,23 @@ impl<'a, 'b, D: DeviceSpace> Output<'a, 'b, D> {
         slot: &'a mut Slot<D>,
         on_host: &'a mut HostViewMut<'b>,
     ) -> Result<Self> {
-        let on_device = slot.reserve(context, on_host.dtype(), on_host.shape())?;
+        if D::shares_host_memory(context) {
+            return Ok(Self { on_device: None, on_host });
+        }
+        let on_device = Some(slot.reserve(context, on_host.dtype(), on_host.shape())?);
         Ok(Self { on_device, on_host })
     }
 
-    fn view(&mut self) -> D::ViewMut<'_> {
-        D::view_mut(self.on_device)
+    fn view(&mut self, context: &D::Context) -> Result<D::ViewMut<'_>> {
+        match &mut self.on_device {
+            Some(tensor) => Ok(D::view_mut(tensor)),
+            None => D::shared_view_mut(context, self.on_host.reborrow()),
+        }
     }
 
     fn download(self, context: &D::Context, tick: Tick<'_>) -> Result<()> {
-        D::download(context, self.on_device, self.on_host, tick)
+        let Some(on_device) = self.on_device else { return Ok(()) };
+        D::download(context, on_device, self.on_host, tick)
     }
 }
 
@@ -153,7 +162,7 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
             .as_mut()
             .zip(outputs.as_mut())
             .try_map(|(slot, on_host)| Output::new(context, slot, on_host))?;
-        pass.finish(&mut outputs.as_mut().map(Output::view), &mut *tick)?;
+        pass.finish(&mut outputs.as_mut().try_map(|output| output.view(context))?, &mut *tick)?;
         outputs.into_tensors().try_for_each(|output| output.download(context, &mut *tick))
     }
 }
@@ -214,7 +223,11 @@ impl<P: BackwardPass<D>, D: DeviceSpace> BackwardPass<HostViews<D>> for OnHostBa
             .as_mut()
             .zip(gradients.as_mut())
             .try_map(|(slot, on_host)| Output::new(context, slot, on_host))?;
-        pass.finish(dkv, &mut outputs.as_mut().map(Output::view), &mut *tick)?;
+        pass.finish(
+            dkv,
+            &mut outputs.as_mut().try_map(|output| output.view(context))?,
+            &mut *tick,
+        )?;
         outputs.into_tensors().try_for_each(|output| output.download(context, &mut *tick))
     }
 }
@@ -243,13 +256,16 @@ impl<D: DeviceSpace> Slot<D> {
         Ok(self.0.insert(tensor))
     }
 
-    /// Uploads a tensor and returns its view.
-    fn upload<'a>(
+    /// Uploads a tensor, unless the device shares the memory that it is in; returns its view.
+    fn input<'a>(
         &'a mut self,
         context: &D::Context,
-        from: HostView<'_>,
+        from: HostView<'a>,
         tick: Tick<'_>,
     ) -> Result<D::View<'a>> {
+        if D::shares_host_memory(context) {
+            return D::shared_view(context, from);
+        }
         let tensor = self.reserve(context, from.dtype(), from.shape())?;
         D::upload(context, from, tensor, tick)?;
         Ok(D::view(tensor))

@@ -1,4 +1,4 @@
-//! Emulated NCCL for ranks of one machine, threads or processes, each with an emulated device.
+//! Emulated NCCL and RCCL for ranks of one machine, threads or processes, each with an emulated device.
 //!
 //! A group of sends and receives is one item of work in its stream, done when all of its messages
 //! are. A message moves when both streams have reached it; messages of one pair keep the order in
@@ -22,8 +22,9 @@ use annulus_device_cuda::cudarc::driver::sys::CUstream;
 
 use self::links::{Links, State, Token};
 use super::context::{is_device_memory, lock, push_until};
-use annulus_device_cuda::nccl::{
-    Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId,
+use annulus_device_cuda::{
+    Api,
+    nccl::{Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId},
 };
 
 const SYSTEM_ERROR: Status = 2;
@@ -65,9 +66,15 @@ thread_local! {
     static GROUP: RefCell<Option<Vec<Grouped>>> = const { RefCell::new(None) };
 }
 
+/// Returns the emulated RCCL, for devices of HIP.
+pub fn rccl_symbols() -> NcclSymbols {
+    NcclSymbols { api: Api::Hip, ..nccl_symbols() }
+}
+
 /// Returns the emulated NCCL.
 pub fn nccl_symbols() -> NcclSymbols {
     NcclSymbols {
+        api: Api::Cuda,
         version,
         unique_id,
         init_rank,
