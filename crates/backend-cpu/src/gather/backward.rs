@@ -3,10 +3,10 @@
 //! ```text
 //! for each (batch row, KV head):
 //!     pack its K and V, the rows that have pairs                             parallel
-//!     for each range of queries, each query head of the KV head:             parallel
-//!         dq += Σ dS·k over the listed keys of each query
 //!     for each query head of the KV head:
 //!         pack its Q and dO, the rows that have pairs                        parallel
+//!         for each range of queries:                                         parallel
+//!             dq += Σ dS·k     over the keys of each query
 //!         for each range of keys:                                            parallel
 //!             dk += Σ dS·q     dv += Σ P·dO     over the queries of each key, ascending
 //! ```
@@ -27,17 +27,17 @@ use crate::{
         },
         forward::PairTerms,
         groups::{GROUP, MergedList},
-        plane::{PackRows, RowsView},
+        plane::RowsView,
         rows::{GradientRows, Others, PART, PairStatistics, ScoreRule},
     },
-    simd::{dispatch::Real, element::Float},
+    simd::element::Float,
     threads::{
         ordered_reduction::lock,
         team::{Team, Ticker},
     },
     tile::{
         geometry::Geometry,
-        input::{Acc, Plane, TileInput, TileSource, array, elements_mut},
+        input::{Acc, TileInput, TileSource, array, elements_mut},
         tile_mask::TILE,
     },
     workspace::{
@@ -97,26 +97,31 @@ pub(crate) fn backward<E: TileInput>(
     in_order.sort_by_key(|block| (block.batch, block.kv_head, block.rows.start));
     let plane_of = |block: &QueryBlock<_>| (block.batch, block.kv_head);
     let dims = [geometry.dims.head_dim, geometry.dims.value_dim];
+    if in_order.is_empty() {
+        sums.fill(Acc::<E>::ZERO);
+    }
+    let [of_keys, of_queries] = &mut rows;
     for blocks in in_order.chunk_by_mut(|a, b| plane_of(a) == plane_of(b)) {
         let (batch, kv_head) = plane_of(blocks[0]);
         let planes = pass.by_key.map(|source| source.plane(batch, kv_head));
-        rows.fill((geometry.token, team, &mut *scratch), planes, &listed.keys, dims)?;
-        let view = rows.view();
-        team.run(scratch, blocks.iter_mut(), Some(&mut *tick), |scratch, block, ticker| {
-            pass.add_dq(&mut scratch.gather, block, view, dbias, ticker);
-        });
-    }
-    if blocks.is_empty() {
-        sums.fill(Acc::<E>::ZERO);
-    }
-    for batch in 0..geometry.dims.batch {
-        for head in (0..geometry.dims.q_heads).filter(|_| !blocks.is_empty()) {
+        of_keys.fill((geometry.token, team, &mut *scratch), planes, &listed.keys, dims)?;
+        for (group_head, head) in geometry.heads(kv_head).enumerate() {
             let planes = pass.by_query.map(|source| source.plane(batch, head));
-            rows.fill((geometry.token, team, &mut *scratch), planes, &listed.queries, dims)?;
-            let view = rows.view();
+            of_queries.fill(
+                (geometry.token, team, &mut *scratch),
+                planes,
+                &listed.queries,
+                dims,
+            )?;
+            let views = [of_queries.view(), of_keys.view()];
+            let heads = [group_head, head];
+            team.run(scratch, blocks.iter_mut(), Some(&mut *tick), |scratch, block, ticker| {
+                pass.add_dq(&mut scratch.gather, block, heads, views, dbias, ticker);
+            });
+            let views = [of_keys.view(), of_queries.view()];
             let tasks = pass.key_tasks(team.threads(), sums);
             team.run(scratch, tasks, Some(&mut *tick), |scratch, task, ticker| {
-                pass.add_dkv(scratch, [batch, head], task, view, ticker);
+                pass.add_dkv(scratch, [batch, head], task, views, ticker);
             });
         }
     }
@@ -158,65 +163,45 @@ struct RowsOfList<'a> {
 }
 
 impl<E: TileInput> GradientPass<'_, E> {
-    /// Packs up to [`TILE`] rows of this side.
-    fn pack_own(
-        &self,
-        planes: [Plane<'_, E>; 2],
-        ids: impl Iterator<Item = usize> + Clone,
-        dims: [usize; 2],
-        [first, second]: [&mut [Acc<E>]; 2],
-    ) {
-        let token = self.geometry.token;
-        let [plane, other] = planes;
-        let ids_again = ids.clone();
-        let kernel = PackRows { planes: [plane; 2], ids, dims: [dims[0], 0], into: first };
-        Acc::<E>::run_kernel(token, 1, kernel);
-        let kernel =
-            PackRows { planes: [other; 2], ids: ids_again, dims: [dims[1], 0], into: second };
-        Acc::<E>::run_kernel(token, 1, kernel);
-    }
-
-    /// Adds to dq of all queries and query heads of a block. `keys` are its K and V.
+    /// Adds to dq of all queries of a block, of one query head, from `rows`: Q and dO, and K and V.
     fn add_dq(
         &self,
         scratch: &mut GatherScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
-        keys: RowsView<'_, Acc<E>>,
+        [group_head, head]: [usize; 2],
+        rows: [RowsView<'_, Acc<E>>; 2],
         dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
-        let ListedBlock { pairs, merged, .. } = self.listed;
+        let ListedBlock { pairs, merged, queries: listed, .. } = self.listed;
+        if listed.is_empty() {
+            return;
+        }
         let width = self.geometry.padded_head_dim();
-        let group_heads = self.geometry.heads(block.kv_head).enumerate();
-        for (group_head, head) in group_heads {
-            for strip in self.geometry.strips(block.rows.len()) {
-                if ticker.should_stop() {
-                    return;
+        let plane = pairs.list(block.batch, head, 0) / pairs.queries();
+        for strip in self.geometry.strips(block.rows.len()) {
+            if ticker.should_stop() {
+                return;
+            }
+            let queries = strip.rows_from(block.rows.start);
+            let at = block.lane(group_head, strip.rows.start) * width;
+            let dq = &mut block.partial.sums[at..][..strip.width * width];
+            for first in (0..queries.len()).step_by(GROUP) {
+                let query = queries.start + first;
+                let at = [block.batch, head, query];
+                if let Some(list) = merged.get(plane, query) {
+                    let of = RowsOfList { at: first, list, first_pair: 0 };
+                    self.add_dq_rows(scratch, at, of, rows, dq, dbias);
+                    continue;
                 }
-                let queries = strip.rows_from(block.rows.start);
-                let planes = self.by_query.map(|source| source.plane(block.batch, head));
-                let (own, ..) = scratch.split();
-                self.pack_own(planes, queries.clone(), keys.dims, own);
-                let plane = pairs.list(block.batch, head, 0) / pairs.queries();
-                let at = block.lane(group_head, strip.rows.start) * width;
-                let dq = &mut block.partial.sums[at..][..strip.width * width];
-                for first in (0..queries.len()).step_by(GROUP) {
-                    let query = queries.start + first;
+                for at in first..queries.len().min(first + GROUP) {
+                    let query = queries.start + at;
+                    let of_query = pairs.pairs(pairs.list(block.batch, head, query));
+                    let first_pair = of_query.start;
+                    let list = MergedList::of_row(&pairs.all_keys()[of_query]);
+                    let of = RowsOfList { at, list, first_pair };
                     let at = [block.batch, head, query];
-                    if let Some(list) = merged.get(plane, query) {
-                        let rows = RowsOfList { at: first, list, first_pair: 0 };
-                        self.add_dq_rows(scratch, at, rows, keys, dq, dbias);
-                        continue;
-                    }
-                    for at in first..queries.len().min(first + GROUP) {
-                        let query = queries.start + at;
-                        let of_query = pairs.pairs(pairs.list(block.batch, head, query));
-                        let first_pair = of_query.start;
-                        let list = MergedList::of_row(&pairs.all_keys()[of_query]);
-                        let rows = RowsOfList { at, list, first_pair };
-                        let at = [block.batch, head, query];
-                        self.add_dq_rows(scratch, at, rows, keys, dq, dbias);
-                    }
+                    self.add_dq_rows(scratch, at, of, rows, dq, dbias);
                 }
             }
         }
@@ -227,11 +212,12 @@ impl<E: TileInput> GradientPass<'_, E> {
         scratch: &mut GatherScratch<Acc<E>>,
         [batch, head, query]: [usize; 3],
         RowsOfList { at, list, first_pair }: RowsOfList<'_>,
-        keys: RowsView<'_, Acc<E>>,
+        [queries, keys]: [RowsView<'_, Acc<E>>; 2],
         dq: &mut [Acc<E>],
         dbias: Option<&ListBiasGradient<'_, Acc<E>>>,
     ) {
-        let [dim, value_dim] = keys.dims;
+        let [dim, _] = keys.dims;
+        let own = (queries, numbers_of_group(&self.listed.queries, query));
         let line = batch * self.geometry.dims.q_heads + head;
         let group = query..self.statistics.rows.min(query + list.rows());
         let mut of_group = [[Acc::<E>::ZERO; GROUP]; 3];
@@ -239,7 +225,7 @@ impl<E: TileInput> GradientPass<'_, E> {
             of_group.iter_mut().zip(row).for_each(|(into, &number)| into[l] = number);
         }
         for (range, list) in list.parts(PART) {
-            let ([q, dout], _, scratch, mut lists) = scratch.split();
+            let (_, _, scratch, mut lists) = scratch.split();
             let number = |&key: &u32| self.key_rows[self.listed.keys[key as usize] as usize];
             let key_rows = list.elements.iter().map(number);
             let rows = self.query_rows[group.clone()].iter();
@@ -252,7 +238,7 @@ impl<E: TileInput> GradientPass<'_, E> {
             let [keep_list, bias_list, of_bias, ..] = lists.each_mut();
             let rows = GradientRows {
                 others: Others { list, rows: keys },
-                own: [&q[at * dim..], &dout[at * value_dim..]],
+                own,
                 rule: self.rule,
                 bias: has_bias.then_some(&**bias_list),
                 keep: keep.then_some(&**keep_list),
@@ -300,14 +286,14 @@ impl<E: TileInput> GradientPass<'_, E> {
         annulus_core::index(self.record.bytes()) / size_of::<Acc<E>>()
     }
 
-    /// Adds the terms of one query head, whose Q and dO are `queries`, to dk and dv of a task's
-    /// keys. The first head of a KV head overwrites them.
+    /// Adds the terms of one query head to dk and dv of a task's keys, from `rows`: K and V, and Q
+    /// and dO. The first head of a KV head overwrites them.
     fn add_dkv(
         &self,
         scratch: &mut ThreadScratch<Acc<E>>,
         [batch, head]: [usize; 2],
         KeyRange { numbers, first, records }: KeyRange<'_, Acc<E>>,
-        queries: RowsView<'_, Acc<E>>,
+        rows: [RowsView<'_, Acc<E>>; 2],
         ticker: &mut Ticker<'_>,
     ) {
         let dims = self.geometry.dims;
@@ -325,14 +311,14 @@ impl<E: TileInput> GradientPass<'_, E> {
                 return;
             }
             let tile = tile..numbers.end.min(tile + TILE);
-            self.sum_dkv(&mut scratch.gather, [batch, head, kv_head], &tile, queries);
+            self.sum_dkv(&mut scratch.gather, [batch, head], &tile, rows);
             let (_, sums, ..) = scratch.gather.split();
             for (row, &key) in self.listed.keys[tile].iter().enumerate() {
                 let key = key as usize;
                 let parts = fields.iter().zip([dims.head_dim, dims.value_dim]);
                 let factors = [scale, Acc::<E>::ONE];
                 for (((&field, dim), factor), (sums, padded)) in
-                    parts.zip(factors).zip(sums.iter().zip(queries.dims))
+                    parts.zip(factors).zip(sums.iter().zip(rows[0].dims))
                 {
                     let of_key = |key: usize| (key - first) * record + field;
                     if is_first {
@@ -364,22 +350,19 @@ impl<E: TileInput> GradientPass<'_, E> {
     fn sum_dkv(
         &self,
         scratch: &mut GatherScratch<Acc<E>>,
-        [batch, head, kv_head]: [usize; 3],
+        [batch, head]: [usize; 2],
         numbers: &Range<usize>,
-        queries: RowsView<'_, Acc<E>>,
+        rows: [RowsView<'_, Acc<E>>; 2],
     ) {
         let ListedBlock { transposed, merged_by_key, keys, .. } = self.listed;
-        let (own, sums, ..) = scratch.split();
+        let (_, sums, ..) = scratch.split();
         sums.into_iter().for_each(|sums| sums.fill(Acc::<E>::ZERO));
-        let planes = self.by_key.map(|source| source.plane(batch, kv_head));
-        let ids = keys[numbers.clone()].iter().map(|&key| key as usize);
-        self.pack_own(planes, ids, queries.dims, own);
         let plane = transposed.list(batch, head, 0) / keys.len();
         for first in (0..numbers.len()).step_by(GROUP) {
             let key = numbers.start + first;
             if let Some(list) = merged_by_key.get(plane, key) {
-                let rows = RowsOfList { at: first, list, first_pair: 0 };
-                self.sum_dkv_rows(scratch, [batch, head, key], rows, queries);
+                let of = RowsOfList { at: first, list, first_pair: 0 };
+                self.sum_dkv_rows(scratch, [batch, head, key], of, rows);
                 continue;
             }
             for at in first..numbers.len().min(first + GROUP) {
@@ -387,8 +370,8 @@ impl<E: TileInput> GradientPass<'_, E> {
                 let of_key = transposed.pairs(transposed.list(batch, head, key));
                 let first_pair = of_key.start;
                 let list = MergedList::of_row(&transposed.all_queries()[of_key]);
-                let rows = RowsOfList { at, list, first_pair };
-                self.sum_dkv_rows(scratch, [batch, head, key], rows, queries);
+                let of = RowsOfList { at, list, first_pair };
+                self.sum_dkv_rows(scratch, [batch, head, key], of, rows);
             }
         }
     }
@@ -398,15 +381,16 @@ impl<E: TileInput> GradientPass<'_, E> {
         scratch: &mut GatherScratch<Acc<E>>,
         [batch, head, key]: [usize; 3],
         RowsOfList { at, list, first_pair }: RowsOfList<'_>,
-        queries: RowsView<'_, Acc<E>>,
+        [own, queries]: [RowsView<'_, Acc<E>>; 2],
     ) {
         let [dim, value_dim] = queries.dims;
         let ListedBlock { pairs, transposed, keys, queries: query_ids, .. } = self.listed;
         let line = batch * self.geometry.dims.q_heads + head;
         let statistics = self.statistics.of(line, 0..self.statistics.rows);
         let group = &keys[key..keys.len().min(key + list.rows())];
+        let own_numbers = std::array::from_fn(|l| (key + l).min(keys.len() - 1) as u32);
         for (range, list) in list.parts(PART) {
-            let ([k, v], [dk, dv], scratch, mut lists) = scratch.split();
+            let (_, [dk, dv], scratch, mut lists) = scratch.split();
             let ids = list.elements.iter().map(|&query| query_ids[query as usize] as usize);
             let numbers = ids.clone().map(|query| self.query_rows[query]);
             let rows = group.iter().map(|&key| {
@@ -431,7 +415,7 @@ impl<E: TileInput> GradientPass<'_, E> {
                 lists.each_mut().map(|list| &**list);
             let rows = GradientRows {
                 others: Others { list, rows: queries },
-                own: [&k[at * dim..], &v[at * value_dim..]],
+                own: (own, own_numbers),
                 rule: self.rule,
                 bias: has_bias.then_some(bias_list),
                 keep: keep.then_some(keep_list),
@@ -443,5 +427,31 @@ impl<E: TileInput> GradientPass<'_, E> {
             };
             rows.run_rows(self.geometry.token);
         }
+    }
+}
+
+/// Returns the numbers, in the ascending list `queries`, of the queries of the group that begins
+/// with `query`. Of one that is not in the list it is that of another: all its pairs are masked.
+fn numbers_of_group(queries: &[u32], query: usize) -> [u32; GROUP] {
+    let mut next = queries.partition_point(|&listed| (listed as usize) < query);
+    std::array::from_fn(|l| {
+        let number = next.min(queries.len().saturating_sub(1)) as u32;
+        next += usize::from(queries.get(next).is_some_and(|&at| at as usize == query + l));
+        number
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_without_pairs_have_no_number_of_their_own() {
+        let queries = [0, 1, 2, 3, 5, 7, 12];
+        assert_eq!(numbers_of_group(&queries, 0), [0, 1, 2, 3]);
+        // 4 and 6 are not listed
+        assert_eq!(numbers_of_group(&queries, 4), [4, 4, 5, 5]);
+        let last = numbers_of_group(&queries, 12);
+        assert!(last[0] == 6 && last.iter().all(|&number| (number as usize) < queries.len()));
     }
 }

@@ -45,8 +45,8 @@ pub(crate) struct ListedBlock<A> {
     pub(crate) merged_by_key: MergedLists,
     /// Index of each query that has a number in `transposed`.
     pub(crate) queries: Vec<u32>,
-    /// Rows of one head of the other side.
-    pub(crate) rows: PackedRows<A>,
+    /// K and V of one head, and Q and dO.
+    pub(crate) rows: [PackedRows<A>; 2],
     /// Versions of the queries and keys that the pairs are of, and if listed rows are computed.
     known: Option<([u64; 2], bool)>,
     is_transposed: bool,
@@ -146,7 +146,8 @@ impl<A: Real> ListedBlock<A> {
             + self.merged_by_key.bytes()
             + list_bytes(&self.keys)
             + list_bytes(&self.queries)
-            + self.rows.bytes()
+            + self.rows[0].bytes()
+            + self.rows[1].bytes()
     }
 }
 
@@ -188,9 +189,9 @@ pub(crate) fn rule<A: Real>(spec: &Spec) -> ScoreRule<A> {
 /// Scratch of a thread that computes listed rows, allocated by its first pass.
 #[derive(Debug, Default)]
 pub(crate) struct GatherScratch<A> {
-    /// Vectors of up to [`TILE`] rows of this side, of both tensors side by side and then apart.
-    pub(crate) own: [Aligned<A>; 2],
-    /// Sums of as many rows.
+    /// Up to [`TILE`] queries.
+    pub(crate) q: Aligned<A>,
+    /// Sums of as many rows of this side.
     pub(crate) sums: [Aligned<A>; 2],
     /// `[GROUP][PART]` each: products, dP, slopes; dropout factors, list bias, gradient of the list
     /// bias; statistics.
@@ -204,9 +205,8 @@ pub(crate) const BIAS: usize = 1;
 pub(crate) const BIAS_GRADIENT: usize = 2;
 pub(crate) const STATISTICS: usize = 3;
 
-/// Rows, sums, the scratch of a kernel, and lists of numbers a pair.
-type SplitScratch<'a, A> =
-    ([&'a mut [A]; 2], [&'a mut [A]; 2], RowScratch<'a, A>, [&'a mut [A]; 6]);
+/// Queries, sums, the scratch of a kernel, and lists of numbers a pair.
+type SplitScratch<'a, A> = (&'a mut [A], [&'a mut [A]; 2], RowScratch<'a, A>, [&'a mut [A]; 6]);
 
 impl<A: Real> GatherScratch<A> {
     /// Allocates the scratch, unless it is.
@@ -215,10 +215,9 @@ impl<A: Real> GatherScratch<A> {
             return Ok(());
         }
         let dims = [geometry.dims.head_dim, geometry.dims.value_dim].map(padded_dim::<A>);
-        for lists in [&mut self.own, &mut self.sums] {
-            for (list, dim) in lists.iter_mut().zip(dims) {
-                *list = Aligned::zeroed(TILE * dim)?;
-            }
+        self.q = Aligned::zeroed(TILE * dims[0])?;
+        for (list, dim) in self.sums.iter_mut().zip(dims) {
+            *list = Aligned::zeroed(TILE * dim)?;
         }
         for list in &mut self.parts {
             *list = Aligned::zeroed(GROUP * PART)?;
@@ -228,20 +227,15 @@ impl<A: Real> GatherScratch<A> {
 
     /// Divides the scratch.
     pub(crate) fn split(&mut self) -> SplitScratch<'_, A> {
-        let Self { own, sums, parts } = self;
+        let Self { q, sums, parts } = self;
         let [s, dp, slope, lists @ ..] = parts.each_mut().map(|list| &mut **list);
         let scratch = RowScratch { s, dp, slope };
-        (
-            own.each_mut().map(|list| &mut **list),
-            sums.each_mut().map(|list| &mut **list),
-            scratch,
-            lists,
-        )
+        (&mut **q, sums.each_mut().map(|list| &mut **list), scratch, lists)
     }
 
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let lists = self.own.iter().chain(&self.sums).chain(&self.parts);
+        let lists = [&self.q].into_iter().chain(&self.sums).chain(&self.parts);
         lists.map(Aligned::bytes).sum()
     }
 }

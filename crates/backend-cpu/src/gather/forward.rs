@@ -27,13 +27,12 @@ use crate::{
         plane::{PackRows, RowsView},
         rows::{AttendRows, Others, PART, ScoreRule},
     },
-    simd::{dispatch::Real, element::Float, isa::prefetch_l1},
+    simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
     tile::{
         geometry::{Geometry, Strip},
         input::{Acc, Plane, TileInput, TileSource, array},
         pack::{LaneRows, PackLanes},
-        prefetch::PrefetchRows,
     },
     workspace::{query_block::QueryBlock, scratch::ThreadScratch, state::PassState},
 };
@@ -74,7 +73,7 @@ pub(crate) fn attend<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>>
     let mut in_order: Vec<&mut QueryBlock<Acc<E>>> = blocks.iter_mut().collect();
     in_order.sort_by_key(|block| (block.batch, block.kv_head, block.rows.start));
     let plane_of = |block: &QueryBlock<_>| (block.batch, block.kv_head);
-    let ListedBlock { pairs, merged, keys, rows, .. } = listed;
+    let ListedBlock { pairs, merged, keys, rows: [rows, _], .. } = listed;
     let terms = PairTerms::new(&shard.spec, shard.key_lists.as_deref());
     let dims = [geometry.dims.head_dim, geometry.dims.value_dim];
     for blocks in in_order.chunk_by_mut(|a, b| plane_of(a) == plane_of(b)) {
@@ -196,10 +195,7 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
                 if ticker.should_stop() {
                     return;
                 }
-                let out = outputs.as_ref().map_or(PrefetchRows::default(), |outputs| {
-                    PrefetchRows::of_view(outputs.out_rows(0, group_head))
-                });
-                self.attend_strip(&mut scratch.gather, block, [group_head, head], &strip, out);
+                self.attend_strip(&mut scratch.gather, block, [group_head, head], &strip);
                 if let Some(outputs) = &mut outputs {
                     outputs.write_strip(&StripOutput {
                         geometry: self.geometry,
@@ -218,15 +214,13 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         }
     }
 
-    /// Attends with the queries of one strip. Prefetches their rows of `out`, and the queries of the
-    /// next strip.
+    /// Attends with the queries of one strip.
     fn attend_strip(
         &self,
         scratch: &mut GatherScratch<Acc<E>>,
         block: &mut QueryBlock<Acc<E>>,
         [group_head, head]: [usize; 2],
         strip: &Strip,
-        out_rows: PrefetchRows,
     ) {
         let (geometry, batch) = (self.geometry, block.batch);
         let queries = strip.rows_from(block.rows.start);
@@ -238,7 +232,7 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         let [dim, value_dim] = self.rows.dims;
         let first = block.lane(group_head, strip.rows.start);
         let lanes = first..first + strip.width;
-        let ([q, _], [_, out], ..) = scratch.split();
+        let (q, [_, out], ..) = scratch.split();
         let plane = self.q.plane(batch, head);
         let kernel = PackRows { planes: [plane; 2], ids: queries.clone(), dims: [dim, 0], into: q };
         Acc::<E>::run_kernel(geometry.token, 1, kernel);
@@ -262,10 +256,6 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         for row in (0..queries.len()).step_by(GROUP) {
             let lane = first + row;
             let at = [batch, head, queries.start + row];
-            for row in row..row + GROUP {
-                out_rows.prefetch(strip.rows.start + row);
-                prefetch_l1(plane.slice(queries.end + row).unwrap_or_default());
-            }
             match self.merged.get(list / self.pairs.queries(), at[2]) {
                 Some(list) => self.attend_rows(scratch, block, at, [row, lane], (list, 0)),
                 None => {
@@ -302,7 +292,7 @@ impl<E: TileInput<Accumulator: TileInput<Accumulator = Acc<E>>>> ForwardRows<'_,
         let [dim, value_dim] = self.rows.dims;
         let [query_rows, key_rows] = self.row_numbers;
         for (range, list) in list.parts(PART) {
-            let ([q, _], [_, out], scratch, mut lists) = scratch.split();
+            let (q, [_, out], scratch, mut lists) = scratch.split();
             let group = &query_rows[query..query_rows.len().min(query + list.rows())];
             let number = |&key: &u32| key_rows[self.keys[key as usize] as usize];
             let keys = list.elements.iter().map(number);

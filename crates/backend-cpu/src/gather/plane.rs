@@ -15,8 +15,7 @@ use crate::{
     simd::{
         dispatch::{IsaToken, Real, SimdKernel},
         element::Float,
-        isa::prefetch_l1,
-        vector::{Vector, unrolled},
+        vector::{FOUR, Vector, unrolled},
     },
     threads::team::Team,
     tile::{
@@ -28,9 +27,6 @@ use crate::{
 
 /// Rows of a task.
 const TASK_ROWS: usize = 256;
-
-/// Rows by which reads are prefetched ahead.
-const AHEAD: usize = 16;
 
 /// Tensors whose rows lie side by side.
 const TWO: usize = 2;
@@ -107,6 +103,9 @@ impl<'a, A> RowsView<'a, A> {
 }
 
 /// Packs rows of two planes side by side.
+///
+/// Few instructions a row, and no prefetches: the processor then has the reads of several rows in
+/// flight at once, which hides more of their latency than a prefetch of the rows ahead.
 pub(crate) struct PackRows<'a, 's, E: TileInput, I> {
     pub(crate) planes: [Plane<'s, E>; 2],
     pub(crate) ids: I,
@@ -126,18 +125,23 @@ impl<E: TileInput, I: Iterator<Item = usize> + Clone> SimdKernel<E::Accumulator>
         let Self { planes, ids, dims, into } = self;
         let zero = V::splat(E::Accumulator::ZERO);
         let mut probe = [zero; TWO];
-        let mut ahead = ids.clone().skip(AHEAD);
         for (id, into) in zip(ids, into.chunks_exact_mut(dims[0] + dims[1])) {
-            let next = ahead.next();
             let (first, second) = into.split_at_mut(dims[0]);
             for (at, into) in [first, second].into_iter().enumerate() {
-                let plane = &planes[at];
-                if let Some(next) = next {
-                    prefetch_l1(plane.slice(next).unwrap_or_default());
+                let row = planes[at].slice(id).unwrap_or_default();
+                let whole = row.chunks_exact(FOUR * V::WIDTH);
+                let rest = whole.remainder();
+                let taken = row.len() - rest.len();
+                for (from, into) in zip(whole, V::strip_mut::<FOUR>(into)) {
+                    unrolled!(i < FOUR, {
+                        let elements = V::widen(&from[i * V::WIDTH..(i + 1) * V::WIDTH]);
+                        probe[at] = elements.multiply_add(zero, probe[at]);
+                        elements.store(&mut into[i]);
+                    });
                 }
-                let row = plane.slice(id).unwrap_or_default();
+                let into = into.get_mut(taken..).unwrap_or_default();
                 for (chunk, [into]) in V::strip_mut::<1>(into).iter_mut().enumerate() {
-                    let elements = V::widen(row.get(chunk * V::WIDTH..).unwrap_or_default());
+                    let elements = V::widen(rest.get(chunk * V::WIDTH..).unwrap_or_default());
                     probe[at] = elements.multiply_add(zero, probe[at]);
                     elements.store(into);
                 }

@@ -90,14 +90,14 @@ impl<A: Real> Others<'_, A> {
         }
     }
 
-    /// Computes the products of the `G` rows `own` with the vectors of one side: `[G][PART]`.
+    /// Computes the products of the vectors `own` with those of one side: `[G][PART]`.
     #[inline(always)]
-    fn products<V: Vector<A>, const G: usize>(&self, own: &[A], side: usize, into: &mut [A]) {
+    fn products<V: Vector<A>, const G: usize>(&self, own: [&[A]; G], side: usize, into: &mut [A]) {
         let elements = self.list.elements;
         let dim = self.rows.dims[side];
         let chunks = dim / V::WIDTH;
         let mut rows = [&[][..]; G];
-        unrolled!(l < G, rows[l] = &V::strip::<1>(&own[l * dim..])[..chunks]);
+        unrolled!(l < G, rows[l] = &V::strip::<1>(own[l])[..chunks]);
         for first in (0..elements.len()).step_by(V::WIDTH) {
             let end = elements.len().min(first + V::WIDTH);
             let mut fours = [[V::splat(A::ZERO); FOUR]; G];
@@ -270,7 +270,8 @@ impl<A: Real, const G: usize> SimdKernel<A> for AttendRows<'_, A, G> {
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
         let Self { keys, q, rule, scratch, out, max, sum, .. } = self;
         let padded = keys.padded::<V>();
-        let dim = keys.rows.dims[1];
+        let [q_dim, dim] = keys.rows.dims;
+        let q = std::array::from_fn(|l| &q[l * q_dim..(l + 1) * q_dim]);
         keys.products::<V, G>(q, 0, scratch.s);
         for l in 0..G {
             let span = l * PART..l * PART + padded;
@@ -367,8 +368,8 @@ const THREE: usize = 3;
 /// ```
 pub(crate) struct GradientRows<'a, A, const G: usize> {
     pub(crate) others: Others<'a, A>,
-    /// `[G]` rows each: of the first side, and of the second.
-    pub(crate) own: [&'a [A]; 2],
+    /// Rows of the group, and their numbers.
+    pub(crate) own: (RowsView<'a, A>, [u32; GROUP]),
     pub(crate) rule: ScoreRule<A>,
     pub(crate) bias: Option<&'a [A]>,
     pub(crate) keep: Option<&'a [A]>,
@@ -388,8 +389,10 @@ impl<A: Real, const G: usize> SimdKernel<A> for GradientRows<'_, A, G> {
         let Self { others, own, rule, scratch, .. } = self;
         let padded = others.padded::<V>();
         let RowScratch { s, dp, slope } = scratch;
-        others.products::<V, G>(own[0], 0, s);
-        others.products::<V, G>(own[1], 1, dp);
+        let (rows, numbers) = own;
+        let vectors = |side| std::array::from_fn(|l| rows.vector(numbers[l], side));
+        others.products::<V, G>(vectors(0), 0, s);
+        others.products::<V, G>(vectors(1), 1, dp);
         let mut dbias = self.dbias;
         for l in 0..G {
             let span = l * PART..l * PART + padded;
