@@ -367,7 +367,7 @@ impl Attention {
     /// let mut ring = LocalRing::new(&attention, Dims::new(1, 64, 2, 16), 3)?;
     /// let tensors = Tensors::new(x.view(), x.view(), x.view());
     /// let along_v = Tensors::new(zero.view(), zero.view(), x.view());
-    /// let jvp = ring.jvp(&tensors, &along_v)?;
+    /// let jvp = ring.jvp(&tensors, &along_v, None)?;
     /// // out is linear in v, and v is the direction
     /// let apart = &jvp.out_tangent - &jvp.out;
     /// assert!(apart.iter().all(|x| x.abs() < 1e-5));
