@@ -28,8 +28,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Gpus {
     devices: CudaDevices,
-    /// True if blocks are sent by NCCL or RCCL; else by the transport of the ranks: staged through pinned
-    /// host memory, or with a GPU-aware MPI from device memory.
+    /// True if blocks are sent by NCCL or RCCL; else by the transport of the ranks: staged through
+    /// pinned host memory, or with a GPU-aware MPI from device memory.
     #[cfg(feature = "nccl")]
     over_nccl: bool,
     /// Number given by `--device`.

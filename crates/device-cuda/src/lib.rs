@@ -14,7 +14,7 @@
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs` |
-//! | [`CudaSpace`]; [`CudaTensor`], views, of host tensors too if the device shares their memory, [`TensorMap`] for TMA | `tensor.rs` |
+//! | [`CudaSpace`]; [`CudaTensor`], views, also of shared host memory; [`TensorMap`] | `tensor.rs` |
 //! | [`CudaCopier`]: blocks staged through host memory; copies of byte ranges in one launch | `staged.rs` |
 //! | [`Compiler`], disk cache, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
 

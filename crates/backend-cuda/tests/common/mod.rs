@@ -104,8 +104,9 @@ pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda> + Sync) -> impl
     })
 }
 
-/// True for the errors with which NCCL or RCCL refuses several ranks on one GPU: of the call that creates a
-/// communicator, or, as it is non-blocking, of its state later; and on the other ranks an abort.
+/// True for the errors with which NCCL or RCCL refuses several ranks on one GPU: of the call that
+/// creates a communicator, or, as it is non-blocking, of its state later; and on the other ranks an
+/// abort.
 pub(crate) fn refuses_a_shared_gpu(error: &Error) -> bool {
     let text = error.to_string();
     matches!(error, Error::Comm { .. } | Error::Aborted { .. })

@@ -1,5 +1,5 @@
-//! Rings over emulated NCCL and RCCL, device to device; then failures: each is a typed error on every rank,
-//! in time.
+//! Rings over emulated NCCL and RCCL, device to device; then failures: each is a typed error on
+//! every rank, in time.
 
 use std::{
     ffi::c_int,

@@ -17,7 +17,8 @@ pub(crate) enum TransportName {
     Threads,
     /// Each rank is a process of an MPI job.
     Mpi,
-    /// NCCL between NVIDIA GPUs, RCCL between AMD GPUs, one for each rank; ranks are threads or processes as with auto.
+    /// NCCL between NVIDIA GPUs, RCCL between AMD GPUs, one for each rank; ranks are threads or
+    /// processes as with auto.
     Nccl,
 }
 

@@ -121,8 +121,8 @@ impl GpuAwareness {
         }
     }
 
-    /// Returns true if memory of the runtime is to be passed to MPI: as the variable says, else if the
-    /// library reports that it accepts it.
+    /// Returns true if memory of the runtime is to be passed to MPI: as the variable says, else if
+    /// the library reports that it accepts it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the variable has another value.

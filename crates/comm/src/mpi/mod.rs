@@ -92,8 +92,8 @@
 //! does not judge its silence; that rank's neighbours do, and their abort reaches all.
 //!
 //! # Device memory
-//! `DeviceMpi` (feature `cuda`) sends memory of CUDA or HIP directly, over an MPI that accepts it: one
-//! that reports so, or for which [`GpuAwareness::VARIABLE`] is set. Over any other,
+//! `DeviceMpi` (feature `cuda`) sends memory of CUDA or HIP directly, over an MPI that accepts it:
+//! one that reports so, or for which [`GpuAwareness::VARIABLE`] is set. Over any other,
 //! [`Staged`](crate::Staged) copies through host memory. Both use the same messages, so ranks of
 //! both kinds can share a ring.
 //!

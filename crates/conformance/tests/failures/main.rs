@@ -2,9 +2,9 @@
 //! deadlines are short beside the computations of the suite.
 //!
 //! This file has the ring under faults of messages: every rank returns a documented error by
-//! deadline + 1 s that names the fault, and its plan is dead afterwards. Delays of messages, and ranks
-//! that make a call much later than others, cause no failure. `annulus-comm` tests the transports' own
-//! faults.
+//! deadline + 1 s that names the fault, and its plan is dead afterwards. Delays of messages, and
+//! ranks that make a call much later than others, cause no failure. `annulus-comm` tests the
+//! transports' own faults.
 
 mod slow_ranks;
 mod update;

@@ -1,4 +1,5 @@
-//! Emulated NCCL and RCCL for ranks of one machine, threads or processes, each with an emulated device.
+//! Emulated NCCL and RCCL for ranks of one machine, threads or processes, each with an emulated
+//! device.
 //!
 //! A group of sends and receives is one item of work in its stream, done when all of its messages
 //! are. A message moves when both streams have reached it; messages of one pair keep the order in
