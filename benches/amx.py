@@ -10,9 +10,9 @@ usage: benches/amx.py OUT_FOLDER [--rounds N] [--ns N,N] [--pairs N] [--peer COM
   --peer     prints the lines of torch, as benches/compare.sh reads them; --ns and --dtypes are
              appended (default: python3 ../shared/peers/bench_torch.py)
 
-Each line ends with "pass", "MISS" or "not run". A machine without AMX runs everything but the comparison of
-bits, with the instructions that it has. The exit status is 1 if a machine with AMX misses a target.
-Needs cargo, taskset and an MPI (ANNULUS_BENCH_MPI, as benches/pairs.py).
+Each line ends with "pass", "MISS" or "not run". A machine without AMX runs everything but the
+comparison of bits, with the instructions that it has. The exit status is 1 if a machine with AMX
+misses a target. Needs cargo, taskset and an MPI (ANNULUS_BENCH_MPI, as benches/pairs.py).
 """
 
 import argparse
