@@ -50,8 +50,8 @@ def times(command, case):
     return found
 
 
-def ring_tax(flags):
-    """Builds the command, and returns the arguments of `compare`."""
+def launched():
+    """Builds the command with MPI, and returns its path after the launcher's of the ranks."""
     root = pathlib.Path(__file__).resolve().parent.parent
     mpi = os.environ.get("ANNULUS_BENCH_MPI", "openmpi")
     ranks = os.environ.get("ANNULUS_BENCH_RANKS", "2")
@@ -64,14 +64,18 @@ def ring_tax(flags):
     build = ["cargo", "build", "-q", "--release", "-p", "annulus-cli", "--features", "mpi"]
     environment = {**os.environ, "MPICC": f"mpicc.{mpi}", "CARGO_TARGET_DIR": str(target)}
     subprocess.run(build, check=True, cwd=root, env=environment)
-    bench = f"{target}/release/annulus bench"
-    ring = f"{LAUNCHERS[mpi]} {ranks} {bench} --threads 1"
-    return f"{bench} --threads {ranks}", ring, 7, [" ".join(flags) or RING]
+    return f"{LAUNCHERS[mpi]} {ranks} {target}/release/annulus"
 
 
-def compare(old, new, pairs, cases):
-    """Prints the ratios of each case."""
-    print(HEADING)
+def ring_tax(flags):
+    """Returns the arguments of `compare`."""
+    ring = launched()
+    alone, ranks = ring.split()[-1], os.environ.get("ANNULUS_BENCH_RANKS", "2")
+    return f"{alone} bench --threads {ranks}", f"{ring} bench", 7, [" ".join(flags) or RING]
+
+
+def medians(old, new, pairs, cases):
+    """Yields the name and the ratio of each line of each case."""
     for case in cases:
         ratios = {}
         for _ in range(pairs):
@@ -80,7 +84,14 @@ def compare(old, new, pairs, cases):
             for name, value in after.items():
                 ratios.setdefault(name, []).append(value / before[name])
         for name, values in ratios.items():
-            print(f"| {name} | {statistics.median(values):.3f} |", flush=True)
+            yield name, statistics.median(values)
+
+
+def compare(old, new, pairs, cases):
+    """Prints the ratios of each case."""
+    print(HEADING)
+    for name, ratio in medians(old, new, pairs, cases):
+        print(f"| {name} | {ratio:.3f} |", flush=True)
 
 
 def main():

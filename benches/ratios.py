@@ -276,4 +276,5 @@ def main():
     print_threads(rates, ours, cases)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,7 @@ mod backward {
 mod decode {
     pub(crate) mod kernels;
     pub(crate) mod split_kv;
+    pub(crate) mod tiles;
 }
 
 mod forward {
@@ -85,6 +86,7 @@ mod tile {
     pub(crate) mod input;
     pub(crate) mod operands;
     pub(crate) mod pack;
+    pub(crate) mod pack_terms;
     pub(crate) mod prefetch;
     pub(crate) mod scores;
     pub(crate) mod softmax;

@@ -64,7 +64,7 @@ pub(crate) struct PrefetchStream<'a, 's, E> {
 }
 
 /// Vectors of one head: those that a kernel reads, and those that it prefetches.
-struct HeadVectors<'s, E> {
+pub(super) struct HeadVectors<'s, E> {
     vectors: Plane<'s, E>,
     prefetched: Plane<'s, E>,
     /// As in [`PrefetchStream`].
@@ -73,7 +73,7 @@ struct HeadVectors<'s, E> {
 
 impl<'s, E: TileInput> HeadVectors<'s, E> {
     #[inline(always)]
-    fn new(
+    pub(super) fn new(
         tile: &DecodeTile,
         kv_head: usize,
         source: &TileSource<'s, E>,
@@ -97,7 +97,7 @@ impl<'s, E: TileInput> HeadVectors<'s, E> {
     /// Prefetches the vectors that are read after those of `ROWS` rows from `row` on, if they exist
     /// and if `wanted`: with one block of packed rows, because all read the same vectors.
     #[inline(always)]
-    fn prefetch<const ROWS: usize>(&self, row: usize, wanted: bool) {
+    pub(super) fn prefetch<const ROWS: usize>(&self, row: usize, wanted: bool) {
         if wanted {
             unrolled!(i < ROWS, {
                 prefetch_l2(self.prefetched.slice(row + self.after + i).unwrap_or_default());

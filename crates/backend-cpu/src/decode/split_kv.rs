@@ -26,7 +26,10 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    decode::kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
+    decode::{
+        kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
+        tiles,
+    },
     forward::query_pass::ForwardQueryPass,
     simd::{dispatch::Real, element::Float},
     threads::team::{Team, Ticker},
@@ -36,6 +39,7 @@ use crate::{
         input::{Acc, TileInput},
         pack::padded_dim,
         softmax::{MultiplyTile, OnlineSoftmaxRows, Partial},
+        terms::RowPositions,
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
@@ -157,6 +161,17 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
     fn pack_queries(&self, batch: usize, decode: &mut DecodeScratch<Acc<E>>) {
         let dims = self.geometry.dims;
         let queries = self.visibility.queries.len();
+        if let Some(tiles) = &mut decode.tiles {
+            let token = self.geometry.token;
+            for head in 0..dims.q_heads {
+                let plane = self.q.plane(batch, head);
+                let first = head % dims.group() * queries;
+                let positions = RowPositions::default();
+                let panel = &mut tiles.q[head / dims.group()];
+                panel.fill_terms(token, plane, 0..queries, positions, first);
+            }
+            return;
+        }
         let packed = PackedQueries::of_group(self.geometry, queries);
         let group_len = packed.len() * padded_dim::<Acc<E>>(dims.head_dim);
         for (kv_head, into) in decode.q.chunks_exact_mut(group_len).enumerate() {
@@ -192,19 +207,20 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
             keys: visible_keys,
             width,
         };
-        let keys_dim = dims.head_dim;
         let values_dim = dims.value_dim;
-        let dots = QkDots {
-            tile: &tile,
-            source: &self.k,
-            dim: keys_dim,
-            prefetch: PrefetchStream { source: &self.v, after: 0 },
-            q: &decode.q,
-            products: &mut decode.products,
-            into: &mut decode.tile,
-        };
-        Acc::<E>::run_kernel(token, 1, dots);
-        for (head, scores) in decode.tile.chunks_exact_mut(queries * width).enumerate() {
+        let prefetch = PrefetchStream { source: &self.v, after: 0 };
+        let (source, into) = (&self.k, &mut decode.tile);
+        let whole = (&tile, keys.len());
+        if let Some(operands) = &mut decode.tiles {
+            tiles::dots(self.geometry, operands, whole, source, &prefetch, into);
+        } else {
+            let (q, products) = (&decode.q, &mut decode.products);
+            let dim = dims.head_dim;
+            let dots = QkDots { tile: &tile, source, dim, prefetch, q, products, into };
+            Acc::<E>::run_kernel(token, 1, dots);
+        }
+        let heads = decode.tile.chunks_exact_mut(queries * width).take(dims.q_heads);
+        for (head, scores) in heads.enumerate() {
             let head_start = head * queries;
             let vectors = width / Acc::<E>::WIDTH;
             let used = keys.len();
@@ -260,16 +276,17 @@ impl<E: TileInput> ForwardQueryPass<'_, E> {
                 );
             }
         }
-        let sums = PvSums {
-            tile: &tile,
-            source: &self.v,
-            dim: values_dim,
-            prefetch: PrefetchStream { source: &self.k, after: width },
-            probs: &decode.tile,
-            out: &mut partial.sums,
-            visible: &decode.visible,
-        };
-        Acc::<E>::run_kernel(token, 1, sums);
+        let prefetch = PrefetchStream { source: &self.k, after: width };
+        let (source, out) = (&self.v, &mut partial.sums);
+        let (probs, visible) = (&decode.tile[..], &decode.visible[..]);
+        if let Some(operands) = &mut decode.tiles {
+            let probs = (probs, visible);
+            tiles::add_values(self.geometry, operands, whole, source, &prefetch, probs, out);
+        } else {
+            let sums =
+                PvSums { tile: &tile, source, dim: values_dim, prefetch, probs, out, visible };
+            Acc::<E>::run_kernel(token, 1, sums);
+        }
     }
 }
 

@@ -281,20 +281,23 @@ fn as_bf16_pairs(bits: __m512) -> __m512bh {
     unsafe { std::mem::transmute(bits) }
 }
 
+/// Returns the indices low, high, low + 1, high + 1, …
+const fn in_turns(low: u16, high: u16) -> [u16; 32] {
+    let mut order = [0; 32];
+    let mut lane = 0;
+    while lane < 16 {
+        order[2 * lane] = low + lane as u16;
+        order[2 * lane + 1] = high + lane as u16;
+        lane += 1;
+    }
+    order
+}
+
 impl Bf16Pairs for Zmm<true> {
     #[inline(always)]
     fn interleaved(low: Self, high: Self) -> Self {
         // low 0, high 0, low 1, high 1, …: indices of these lanes in the instruction's output
-        const LANE_ORDER: [u16; 32] = {
-            let mut order = [0; 32];
-            let mut lane = 0;
-            while lane < 16 {
-                order[2 * lane] = lane as u16;
-                order[2 * lane + 1] = 16 + lane as u16;
-                lane += 1;
-            }
-            order
-        };
+        const LANE_ORDER: [u16; 32] = in_turns(0, 16);
         // SAFETY: the machine has the instructions (invariant of `Zmm`), 64 bytes can be read, and
         // any bits are pairs and integers.
         unsafe {
@@ -310,6 +313,24 @@ impl Bf16Pairs for Zmm<true> {
         Self(unsafe {
             std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))
         })
+    }
+
+    #[inline(always)]
+    fn zipped(low: Self, high: Self) -> [Self; 2] {
+        const ORDERS: [[u16; 32]; 2] = [in_turns(0, 32), in_turns(16, 48)];
+        // SAFETY: the machine has the instructions (invariant of `Zmm`), 64 bytes can be read, and
+        // any bits are pairs and integers.
+        unsafe {
+            let (low, high) = (_mm512_castps_si512(low.0), _mm512_castps_si512(high.0));
+            let [first, second] = [
+                _mm512_loadu_si512(ORDERS[0].as_ptr().cast()),
+                _mm512_loadu_si512(ORDERS[1].as_ptr().cast()),
+            ];
+            [
+                Self(_mm512_castsi512_ps(_mm512_permutex2var_epi16(low, first, high))),
+                Self(_mm512_castsi512_ps(_mm512_permutex2var_epi16(low, second, high))),
+            ]
+        }
     }
 
     #[inline(always)]

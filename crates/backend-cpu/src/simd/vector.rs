@@ -131,6 +131,9 @@ pub(crate) trait Bf16Pairs: Vector<f32> {
     /// Rounds both to nearest, ties to even, and pairs neighbouring lanes, first of `first`, then
     /// of `second`.
     fn in_order(first: Self, second: Self) -> Self;
+    /// Pairs each element of the pairs `low` with the same element of the pairs `high`: the first
+    /// 16 elements, then the others.
+    fn zipped(low: Self, high: Self) -> [Self; 2];
     /// Keeps the bits of every lane that are set in `word`.
     fn masked(self, word: u32) -> Self;
 }
@@ -358,6 +361,17 @@ impl<const FUSED: bool> Bf16Pairs for Array<f32, FUSED, 16> {
             let from = if i < 8 { &first.0 } else { &second.0 };
             word(from[2 * i % 16], from[2 * i % 16 + 1])
         }))
+    }
+
+    #[inline(always)]
+    fn zipped(low: Self, high: Self) -> [Self; 2] {
+        let half = |pair: f32, i: usize| pair.to_bits() >> (i % 2 * 16) & 0xffff;
+        [0, 16].map(|first| {
+            Self(std::array::from_fn(|lane| {
+                let i = first + lane;
+                f32::from_bits(half(low.0[i / 2], i) | half(high.0[i / 2], i) << 16)
+            }))
+        })
     }
 
     #[inline(always)]

@@ -105,14 +105,34 @@ impl<A: Real> DsTile<A> {
             missing &= !(!0u64 >> (TILE - count) << first);
         }
         if !self.terms.is_empty() {
-            let kernel = SplitRows {
-                tile: as_pairs(&self.elements),
-                terms: self.terms.len() / (TILE * ROW_PAIRS),
-                into: as_pairs_mut(&mut self.terms),
-                factors: as_pairs_mut(&mut self.factors),
-            };
-            token.run_pair_kernel(1, kernel);
+            self.split(token, TILE);
         }
+    }
+
+    /// Splits the elements of the first rows into terms.
+    fn split(&mut self, token: IsaToken, rows: usize) {
+        let kernel = SplitRows {
+            tile: as_pairs(&self.elements[..rows * TILE]),
+            terms: self.terms.len() / (TILE * ROW_PAIRS),
+            into: as_pairs_mut(&mut self.terms),
+            factors: as_pairs_mut(&mut self.factors),
+        };
+        token.run_pair_kernel(1, kernel);
+    }
+
+    /// Replaces the first rows, on tiles, by `rows` with the visible keys `lane_words`. Rows
+    /// without a visible key become 0.
+    pub(crate) fn replace(&mut self, token: IsaToken, rows: &[A], lane_words: &[u64]) {
+        self.lane_words[..lane_words.len()].copy_from_slice(lane_words);
+        let rows = rows.chunks_exact(TILE).zip(lane_words);
+        for (into, (row, &word)) in self.elements.chunks_exact_mut(TILE).zip(rows) {
+            if word == 0 {
+                into.fill(A::ZERO);
+            } else {
+                into.copy_from_slice(row);
+            }
+        }
+        self.split(token, lane_words.len());
     }
 
     /// Returns the range of elements of a row that holds the visible keys of the rows `rows`.

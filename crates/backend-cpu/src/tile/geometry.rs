@@ -16,7 +16,8 @@ use crate::{
         input::{Acc, Plane, TileInput},
         operands::Weights,
         pack::{AlongRows, PackLanes, PanelFormat, padded},
-        terms::{MAX_TERMS, PackLaneTerms, ROW_PAIRS, RowPositions, SplitWeights, Terms},
+        pack_terms::PackLaneTerms,
+        terms::{MAX_TERMS, ROW_PAIRS, RowPositions, SplitWeights, Terms},
         tile_mask::{LaneAxis, TILE},
     },
 };

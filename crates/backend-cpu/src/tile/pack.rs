@@ -27,7 +27,8 @@ use crate::{
         aligned::Aligned,
         bf16_pairs::{PackPairs, pairs_of},
         input::{Plane, TileInput, TileSource},
-        terms::{PackRows, PairsAlongRows, ROW_PAIRS, RowPositions},
+        pack_terms::{PackRows, PairsAlongRows},
+        terms::{ROW_PAIRS, RowPositions},
         tile_mask::{TILE, TileMask},
     },
 };
@@ -190,7 +191,7 @@ impl<A: Real> Panel<A> {
         positions: RowPositions<'_>,
     ) {
         if self.terms > 0 {
-            self.fill_terms(token, source.plane(batch, head), rows, positions);
+            self.fill_terms(token, source.plane(batch, head), rows, positions, 0);
         } else if self.pairs {
             let kernel = PackPairs {
                 source,
@@ -211,13 +212,15 @@ impl<A: Real> Panel<A> {
         }
     }
 
-    /// Packs rows into operands of products on tiles.
-    fn fill_terms<E: TileInput<Accumulator = A>>(
+    /// Packs rows into operands of products on tiles, from row `at` of the panel on. Pairs along the
+    /// rows require that it is 0.
+    pub(crate) fn fill_terms<E: TileInput<Accumulator = A>>(
         &mut self,
         token: IsaToken,
         plane: Plane<'_, E>,
         rows: Range<usize>,
         positions: RowPositions<'_>,
+        at: usize,
     ) {
         let Self { stride, terms, reduction_stride, along, .. } = *self;
         self.finite = true;
@@ -225,6 +228,7 @@ impl<A: Real> Panel<A> {
         let capacity = self.factors.len() / (TILE + 1) * TILE;
         let (of_rows, of_tiles) = self.factors.split_at_mut(capacity);
         for (tile, first) in rows.clone().step_by(TILE).enumerate() {
+            let into = at + tile * TILE;
             let along_rows = match along {
                 None => PairsAlongRows::Absent,
                 Some(AlongRows::ByDim) => PairsAlongRows::ByDim(&mut self.along_rows),
@@ -238,13 +242,12 @@ impl<A: Real> Panel<A> {
             let kernel = PackRows {
                 plane,
                 rows: first..rows.end.min(first + TILE),
-                dim: plane.dim(),
                 terms,
                 positions,
-                elements: &mut self.elements[tile * TILE * stride..],
+                elements: &mut self.elements[into * stride..],
                 stride,
                 along_rows,
-                factors: of_rows.get_mut(tile * TILE..).zip(of_tiles.get_mut(tile)),
+                factors: of_rows.get_mut(into..).zip(of_tiles.get_mut(into / TILE)),
                 finite: &mut finite,
             };
             token.run_pair_kernel(1, kernel);

@@ -26,6 +26,7 @@
 //! S, dP    A  rows      [row][term][pair of dims]       B  strip    [term][pair of dims][lane]
 //! tn       A  by dim    [dim][term][pair of rows]       B  P, dS    [term][pair of rows][lane]
 //! dQ       A  dS        [query][term][pair of keys]     B  by row   [term][pair of keys][dim]
+//! decode   A  P         as dS, rows are packed rows     B  by row
 //! ```
 //!
 //! # Source
@@ -42,11 +43,7 @@ use crate::{
         tile_unit::TILE_SIZE,
         vector::{Bf16Pairs, unrolled},
     },
-    tile::{
-        bf16_pairs::{as_pairs, as_pairs_mut},
-        input::{Plane, TileInput},
-        tile_mask::TILE,
-    },
+    tile::tile_mask::TILE,
 };
 
 /// Maximum terms of an element.
@@ -125,7 +122,7 @@ impl RowPositions<'_> {
     }
 
     /// Returns the row at each position, of the rows `rows`.
-    fn rows(self, rows: Range<usize>) -> [Option<usize>; TILE] {
+    pub(super) fn rows(self, rows: Range<usize>) -> [Option<usize>; TILE] {
         let mut at = [None; TILE];
         rows.for_each(|row| at[self.of(row)] = Some(row));
         at
@@ -134,7 +131,7 @@ impl RowPositions<'_> {
 
 /// Returns the power of two by which numbers up to this magnitude, given by its bits, are
 /// multiplied.
-fn factor(bits: u32) -> f32 {
+pub(super) fn factor(bits: u32) -> f32 {
     const BIAS: i32 = 127;
     const WITHOUT_FACTOR: i32 = 32;
     let exponent = (bits >> 23).cast_signed() - BIAS;
@@ -146,62 +143,17 @@ fn factor(bits: u32) -> f32 {
 }
 
 /// Bits of the magnitude of infinity; those of NaN are larger.
-const INFINITY: u32 = 0x7f80_0000;
-
-/// Returns the largest bits of a magnitude among elements and among finite ones.
-fn magnitudes(elements: &[f32]) -> [u32; 2] {
-    let magnitude = |element: &f32| element.to_bits() & !(1 << 31);
-    let all = elements.iter().fold(0, |most, element| magnitude(element).max(most));
-    if all < INFINITY {
-        return [all; 2];
-    }
-    let finite = elements.iter().map(magnitude).filter(|&bits| bits < INFINITY);
-    [all, finite.max().unwrap_or(0)]
-}
-
-/// Widens up to 16 elements of a vector, with 0 beyond its end and for no vector.
-#[inline(always)]
-fn widened<E: TileInput>(
-    plane: &Plane<'_, E>,
-    row: Option<usize>,
-    first: usize,
-) -> [f32; TILE_SIZE] {
-    let mut all = [E::from_f64(0.0).widen(); TILE_SIZE];
-    if let Some(row) = row {
-        let slice = plane.slice(row);
-        match slice.and_then(|slice| slice.get(first..)?.first_chunk::<TILE_SIZE>()) {
-            Some(whole) => (0..TILE_SIZE).for_each(|i| all[i] = whole[i].widen()),
-            None => {
-                let vector = plane.vector(row);
-                all.iter_mut()
-                    .zip(vector.iter().skip(first))
-                    .for_each(|(into, &element)| *into = element.widen());
-            }
-        }
-    }
-    let mut into = [0.0; TILE_SIZE];
-    into.copy_from_slice(&as_pairs(&all)[..TILE_SIZE]);
-    into
-}
-
-/// Returns the magnitudes of a vector of length `dim`; see [`magnitudes`].
-#[inline(always)]
-fn of_vector<E: TileInput>(plane: &Plane<'_, E>, row: usize, dim: usize) -> [u32; 2] {
-    (0..dim).step_by(TILE_SIZE).fold([0; 2], |most, first| {
-        let more = magnitudes(&widened(plane, Some(row), first));
-        [most[0].max(more[0]), most[1].max(more[1])]
-    })
-}
+pub(super) const INFINITY: u32 = 0x7f80_0000;
 
 /// Loads a vector.
 #[inline(always)]
-fn load<V: Bf16Pairs>(elements: &[f32]) -> V {
+pub(super) fn load<V: Bf16Pairs>(elements: &[f32]) -> V {
     V::row::<1>(elements).map_or(V::splat(0.0), |[vector]| V::load(vector))
 }
 
 /// Stores a vector.
 #[inline(always)]
-fn store<V: Bf16Pairs>(vector: V, into: &mut [f32]) {
+pub(super) fn store<V: Bf16Pairs>(vector: V, into: &mut [f32]) {
     if let Some([into]) = V::row_mut::<1>(into) {
         vector.store(into);
     }
@@ -218,7 +170,7 @@ fn rest<V: Bf16Pairs>(x: V) -> V {
 
 /// Passes the terms of two vectors to `take`, paired by `pair`.
 #[inline(always)]
-fn each_term<V: Bf16Pairs>(
+pub(super) fn each_term<V: Bf16Pairs>(
     terms: usize,
     [mut first, mut second]: [V; 2],
     pair: impl Fn(V, V) -> V,
@@ -230,180 +182,6 @@ fn each_term<V: Bf16Pairs>(
             [first, second] = [first, second].map(rest);
         }
     }
-}
-
-/// Packs up to 64 rows of a panel.
-pub(crate) struct PackRows<'a, 's, E: TileInput> {
-    pub(crate) plane: Plane<'s, E>,
-    pub(crate) rows: Range<usize>,
-    pub(crate) dim: usize,
-    pub(crate) terms: usize,
-    pub(crate) positions: RowPositions<'a>,
-    /// `[rows][terms][stride / terms]`
-    pub(crate) elements: &'a mut [E::Accumulator],
-    pub(crate) stride: usize,
-    pub(crate) along_rows: PairsAlongRows<'a, E::Accumulator>,
-    /// Of the rows, and of sums over them; none for one term.
-    pub(crate) factors: Option<(&'a mut [E::Accumulator], &'a mut E::Accumulator)>,
-    /// Out: true if all elements are finite.
-    pub(crate) finite: &'a mut bool,
-}
-
-/// Second copy of a panel, with pairs along the rows.
-pub(crate) enum PairsAlongRows<'a, A> {
-    Absent,
-    /// `[dims][terms][ROW_PAIRS]`
-    ByDim(&'a mut [A]),
-    /// `[terms][pairs of rows][stride]`, from the tile's first pair on.
-    ByRow {
-        elements: &'a mut [A],
-        of_term: usize,
-        stride: usize,
-    },
-}
-
-impl<E: TileInput> PairKernel for PackRows<'_, '_, E> {
-    #[inline(always)]
-    fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
-        let Self { plane, rows, dim, terms, positions, elements, stride, along_rows, .. } = self;
-        let mut of_rows = [1.0; TILE];
-        let mut largest = 0;
-        *self.finite = true;
-        for (row, factor_of_row) in rows.clone().zip(&mut of_rows) {
-            let [all, finite] = of_vector(&plane, row, dim);
-            largest = largest.max(finite);
-            if all >= INFINITY {
-                *self.finite = false;
-                *factor_of_row = f32::NAN;
-            } else if terms == MAX_TERMS {
-                *factor_of_row = factor(finite);
-            }
-        }
-        let of_tile = if terms == MAX_TERMS { factor(largest) } else { 1.0 };
-        let of_term = stride / terms;
-        for ((row, factor), into) in
-            rows.clone().zip(of_rows).zip(as_pairs_mut(elements).chunks_exact_mut(stride))
-        {
-            let factor = V::splat(if factor.is_nan() { 1.0 } else { factor });
-            for pair in (0..of_term).step_by(TILE_SIZE) {
-                let two = [2 * pair, 2 * pair + TILE_SIZE]
-                    .map(|first| load::<V>(&widened(&plane, Some(row), first)).times(factor));
-                each_term(terms, two, V::in_order, |term, pairs| {
-                    store(pairs, &mut into[term * of_term + pair..]);
-                });
-            }
-        }
-        if let Some((into, tile)) = self.factors {
-            as_pairs_mut(into)[..rows.len()].copy_from_slice(&of_rows[..rows.len()]);
-            as_pairs_mut(std::slice::from_mut(tile))[0] = of_tile;
-        }
-        let at = positions.rows(0..rows.len()).map(|row| row.map(|row| rows.start + row));
-        let factor = V::splat(of_tile);
-        // the rows at positions 2·pair and 2·pair + 1
-        let two = |pair: usize, first: usize| {
-            [at[2 * pair], at[2 * pair + 1]]
-                .map(|row| load::<V>(&widened(&plane, row, first)).times(factor))
-        };
-        match along_rows {
-            PairsAlongRows::Absent => {}
-            PairsAlongRows::ByRow { elements, of_term, stride } => {
-                let elements = as_pairs_mut(elements);
-                for pair in 0..ROW_PAIRS {
-                    for first in (0..stride).step_by(TILE_SIZE) {
-                        each_term(terms, two(pair, first), V::interleaved, |term, pairs| {
-                            store(pairs, &mut elements[term * of_term + pair * stride + first..]);
-                        });
-                    }
-                }
-            }
-            PairsAlongRows::ByDim(elements) => {
-                let stride = terms * ROW_PAIRS;
-                for (first, lines) in (0..)
-                    .step_by(TILE_SIZE)
-                    .zip(as_pairs_mut(elements).chunks_exact_mut(TILE_SIZE * stride))
-                {
-                    for chunk in (0..ROW_PAIRS).step_by(TILE_SIZE) {
-                        let mut blocks = [[V::splat(0.0); TILE_SIZE]; MAX_TERMS];
-                        for pair in chunk..chunk + TILE_SIZE {
-                            each_term(terms, two(pair, first), V::interleaved, |term, of| {
-                                blocks[term][pair - chunk] = of;
-                            });
-                        }
-                        for (term, block) in blocks.iter_mut().enumerate().take(terms) {
-                            V::transpose(block);
-                            for (line, &pairs) in lines.chunks_exact_mut(stride).zip(&*block) {
-                                store(pairs, &mut line[term * ROW_PAIRS + chunk..]);
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Packs the vectors `rows`, transposed, into a strip of `width` lanes. Lanes without a vector are
-/// 0.
-pub(crate) struct PackLaneTerms<'a, 's, E: TileInput> {
-    pub(crate) plane: Plane<'s, E>,
-    pub(crate) rows: Range<usize>,
-    pub(crate) width: usize,
-    pub(crate) dim: usize,
-    pub(crate) terms: usize,
-    /// `[terms][pairs of dims][width]` and, for several terms, a line of factors.
-    pub(crate) strip: &'a mut [E::Accumulator],
-}
-
-impl<E: TileInput> PairKernel for PackLaneTerms<'_, '_, E> {
-    #[inline(always)]
-    fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
-        let Self { plane, rows, width, dim, terms, strip } = self;
-        let (strip, of_lanes) = split_strip(as_pairs_mut(strip), dim, terms, width);
-        let of_term = strip.len() / terms;
-        let mut factors = [1.0; TILE];
-        if terms > 1 {
-            for (row, into) in rows.clone().zip(&mut factors) {
-                let [all, finite] = of_vector(&plane, row, dim);
-                *into = match (all >= INFINITY, terms) {
-                    (true, _) => f32::NAN,
-                    (false, MAX_TERMS) => factor(finite),
-                    (false, _) => 1.0,
-                };
-            }
-            of_lanes.copy_from_slice(&factors[..width]);
-        }
-        for lane in (0..width).step_by(TILE_SIZE) {
-            for pair in (0..of_term / width).step_by(TILE_SIZE) {
-                let mut blocks = [[V::splat(0.0); TILE_SIZE]; MAX_TERMS];
-                for i in 0..TILE_SIZE.min(rows.len().saturating_sub(lane)) {
-                    let factor = factors[lane + i];
-                    let factor = V::splat(if factor.is_nan() { 1.0 } else { factor });
-                    let row = Some(rows.start + lane + i);
-                    let two = [2 * pair, 2 * pair + TILE_SIZE]
-                        .map(|first| load::<V>(&widened(&plane, row, first)).times(factor));
-                    each_term(terms, two, V::in_order, |term, pairs| blocks[term][i] = pairs);
-                }
-                for (term, block) in blocks.iter_mut().enumerate().take(terms) {
-                    V::transpose(block);
-                    let lines = &mut strip[term * of_term + pair * width..];
-                    for (line, &pairs) in lines.chunks_mut(width).zip(&*block) {
-                        store(pairs, &mut line[lane..]);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Returns the lines of a strip of vectors of length `dim`, and the factors of its lanes, which are
-/// empty for one term.
-pub(crate) fn split_strip(
-    strip: &mut [f32],
-    dim: usize,
-    terms: usize,
-    width: usize,
-) -> (&mut [f32], &mut [f32]) {
-    strip.split_at_mut(terms * dim.div_ceil(2).next_multiple_of(TILE_SIZE) * width)
 }
 
 /// Splits the rows `rows` of a tile of P or dS into terms, with pairs of rows.
@@ -476,7 +254,8 @@ impl PairKernel for SplitRows<'_> {
         for ((line, into), of_row) in lines.zip(factors) {
             *of_row = 1.0;
             if terms == MAX_TERMS {
-                let [all, _] = magnitudes(line);
+                let bits = |element: &f32| element.to_bits() & !(1 << 31);
+                let all = line.iter().map(bits).fold(0, u32::max);
                 *of_row = if all < INFINITY { factor(all) } else { 1.0 };
             }
             let scale = V::splat(*of_row);

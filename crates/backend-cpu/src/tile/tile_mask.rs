@@ -52,6 +52,11 @@ impl Default for TileMask {
 }
 
 impl TileMask {
+    /// Returns the mask of `rows` rows of which every pair is visible.
+    pub(crate) fn full(rows: usize) -> Self {
+        Self { rows: 0..rows, ..Self::default() }
+    }
+
     /// Classifies the tile of `queries` × `keys`. Returns false if it is empty.
     pub(crate) fn classify(
         &mut self,

@@ -3,18 +3,21 @@
 
 use std::ops::Range;
 
-use annulus_core::{Result, Spec};
+use annulus_core::{Dims, Result, Spec};
 
 use crate::{
     simd::{
         dispatch::{IsaToken, Real},
+        tile_unit::TILE_SIZE,
         vector::MAX_LANES,
     },
     tile::{
         aligned::{Aligned, list_bytes},
+        ds_tile::DsTile,
         geometry::Geometry,
-        pack::padded_dim,
+        pack::{Panel, padded_dim},
         softmax::{Partial, PartialLens},
+        terms::{MAX_TERMS, Terms},
         tile_mask::TILE,
     },
 };
@@ -24,6 +27,21 @@ pub(crate) const MAX_PACKED: usize = 4;
 
 pub(crate) const TWO: usize = 2;
 pub(crate) const ONE: usize = 1;
+
+/// Least packed rows of a KV head whose products are computed on tiles, by the terms of an element:
+/// where they are faster by the estimate of [`crate::decode::tiles`], in whole tiles.
+const MIN_TILE_ROWS: [usize; MAX_TERMS] = [16, 32, 64];
+
+/// True if the products of a group with `queries` queries are computed on tiles.
+pub(crate) const fn is_on_tiles(geometry: &Geometry, queries: usize) -> bool {
+    match geometry.tile_terms {
+        Some(Terms { inputs: terms @ 1..=MAX_TERMS, .. }) => {
+            let packed_rows = geometry.dims.group() * queries;
+            packed_rows >= MIN_TILE_ROWS[terms - 1] && tile_keys(geometry) == TILE
+        }
+        _ => false,
+    }
+}
 
 /// Packed rows of one KV head, in blocks that are processed in lockstep. Each block is a strip,
 /// `[dim / lanes][packed rows][lanes]`.
@@ -37,6 +55,8 @@ impl PackedQueries {
     /// Describes the packed rows of a group with `queries` queries.
     pub(crate) const fn of_group(geometry: &Geometry, queries: usize) -> Self {
         let max_block_len = match (geometry.token.max_vectors(), geometry.lanes(1)) {
+            // C of a product on tiles
+            _ if is_on_tiles(geometry, queries) => ONE,
             (MAX_PACKED.., MAX_LANES) => MAX_PACKED,
             // f64 vectors are left to the compiler, which takes two registers for each
             (MAX_PACKED.., _) => TWO,
@@ -115,6 +135,43 @@ pub(crate) struct DecodeScratch<A> {
     pub(crate) rescale: Aligned<A>,
     /// `[packed rows]`: bits of the visible keys of a tile.
     pub(crate) visible: Vec<u64>,
+    /// Operands of products on tiles; `q` and `products` are then empty.
+    pub(crate) tiles: Option<TileOperands<A>>,
+}
+
+/// Operands of products on tiles.
+#[derive(Debug)]
+pub(crate) struct TileOperands<A> {
+    /// Queries of each KV head, one packed row per row.
+    pub(crate) q: Vec<Panel<A>>,
+    /// Keys of a tile, one per lane.
+    pub(crate) k: Aligned<A>,
+    /// Values of a tile, with pairs along the rows.
+    pub(crate) v: Panel<A>,
+    /// Probabilities of up to 64 packed rows.
+    pub(crate) probs: DsTile<A>,
+}
+
+impl<A: Real> TileOperands<A> {
+    fn new(geometry: &Geometry, packed_rows: usize) -> Result<Self> {
+        let Dims { kv_heads, head_dim, value_dim, .. } = geometry.dims;
+        let rows = packed_rows.next_multiple_of(TILE_SIZE);
+        let q = || Panel::with_stride(rows, head_dim, 0, geometry.panel_format(false));
+        let (stride, format) = (padded_dim::<A>(value_dim), geometry.dq_panel_format());
+        Ok(Self {
+            q: (0..kv_heads).map(|_| q()).collect::<Result<_>>()?,
+            k: Aligned::zeroed(TILE * geometry.packed_rows(head_dim))?,
+            v: Panel::with_stride(TILE, value_dim, stride, format)?,
+            probs: DsTile::new(geometry, true)?,
+        })
+    }
+
+    /// Returns the heap bytes.
+    fn bytes(&self) -> usize {
+        let Self { q, k, v, probs } = self;
+        let of_queries = list_bytes(q) + q.iter().map(Panel::bytes).sum::<usize>();
+        of_queries + k.bytes() + v.bytes() + probs.bytes()
+    }
 }
 
 /// True if a pass of `queries` queries runs as split-KV decode.
@@ -140,20 +197,28 @@ pub(crate) const fn tile_keys(geometry: &Geometry) -> usize {
 impl<A: Real> DecodeScratch<A> {
     /// Returns the heap bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let Self { q, tile, products, rescale, visible } = self;
+        let Self { q, tile, products, rescale, visible, tiles } = self;
         let arrays = [q, tile, products, rescale].map(Aligned::bytes);
-        arrays.iter().sum::<usize>() + list_bytes(visible)
+        let tiles = tiles.as_ref().map_or(0, TileOperands::bytes);
+        arrays.iter().sum::<usize>() + list_bytes(visible) + tiles
     }
 
     /// Allocates scratch for `queries` queries (0: none).
     pub(crate) fn new(geometry: &Geometry, queries: usize) -> Result<Self> {
         let packed = geometry.dims.q_heads * queries;
+        let tiles = is_on_tiles(geometry, queries)
+            .then(|| TileOperands::new(geometry, geometry.dims.group() * queries))
+            .transpose()?;
+        let of_vectors = if tiles.is_some() { 0 } else { packed };
+        // products on tiles write whole tiles of rows
+        let rows = if tiles.is_some() { packed + TILE_SIZE } else { packed };
         Ok(Self {
-            q: Aligned::zeroed(packed * padded_dim::<A>(geometry.dims.head_dim))?,
-            tile: Aligned::zeroed(packed * tile_keys(geometry))?,
-            products: Aligned::zeroed(packed.min(MAX_PACKED) * A::WIDTH * A::WIDTH)?,
+            q: Aligned::zeroed(of_vectors * padded_dim::<A>(geometry.dims.head_dim))?,
+            tile: Aligned::zeroed(rows * tile_keys(geometry))?,
+            products: Aligned::zeroed(of_vectors.min(MAX_PACKED) * A::WIDTH * A::WIDTH)?,
             rescale: Aligned::zeroed(packed)?,
             visible: vec![0; packed],
+            tiles,
         })
     }
 }

@@ -31,13 +31,13 @@ fn assert_outputs(
     assert_close(&Answer { lse: lse.clone(), ..want.clone() }, want, 2e-5, what);
 }
 
-/// A case of few queries with enough keys for several splits.
-fn long(seed: u64, dtype: DType) -> Case {
+/// A case of few queries of `group` query heads a KV head, with enough keys for several splits.
+fn long(seed: u64, dtype: DType, group: usize) -> Case {
     let q_len = [1, 3, 7, 12, 2][seed as usize % 5];
     let dims = Dims {
         q_len,
         kv_len: 1500,
-        q_heads: 4,
+        q_heads: 2 * group,
         value_dim: [16, 9][seed as usize % 2],
         ..Dims::new(2, 0, 2, [20, 64][seed as usize / 2 % 2])
     };
@@ -47,9 +47,9 @@ fn long(seed: u64, dtype: DType) -> Case {
     spec.dropout = (seed % 4 == 2).then_some(Dropout { probability: 0.3, seed });
     spec.sinks = (seed % 3 == 1).then_some(SinkShape { per_head: true, count: 2 });
     spec.bias = match seed % 5 {
-        0 => Some([2, 4, q_len, 1500]),
+        0 => Some([2, 2 * group, q_len, 1500]),
         1 => Some([1, 1, 1, 1500]),
-        2 => Some([1, 4, q_len, 1500]),
+        2 => Some([1, 2 * group, q_len, 1500]),
         3 => None,
         _ => Some([2, 1, q_len, 1]),
     };
@@ -80,9 +80,10 @@ fn any_features_forward_only() {
 #[test]
 fn few_queries_over_many_keys() {
     for (seed, dtype) in
-        (0..12).zip([DType::F32, DType::Bf16, DType::F64, DType::F16].into_iter().cycle())
+        (0..20).zip([DType::F32, DType::Bf16, DType::F64, DType::F16].into_iter().cycle())
     {
-        let case = long(seed, dtype);
+        // 16 heads of a KV head are multiplied on tiles
+        let case = long(seed, dtype, if seed < 12 { 2 } else { 16 });
         let want = support::oracle(&case);
         let tolerance =
             [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
@@ -102,13 +103,20 @@ fn few_queries_over_many_keys() {
 
 #[test]
 fn few_queries_propagate_only_visible_nans() {
-    for (dtype, biased) in [(DType::F32, false), (DType::F32, true), (DType::F64, false)] {
-        let mut clean = long(3, dtype);
+    for (dtype, biased, group) in [
+        (DType::F32, false, 2),
+        (DType::F32, true, 2),
+        (DType::F64, false, 2),
+        (DType::F32, true, 8),
+        (DType::F16, false, 8),
+        (DType::Bf16, true, 8),
+    ] {
+        let mut clean = long(3, dtype, group);
         if biased {
-            // hides a key from query head 2 alone
-            let mut bias = Array4::zeros((1, 4, 1, 1500));
-            bias[[0, 2, 0, 900]] = f64::NEG_INFINITY;
-            clean.spec.bias = Some([1, 4, 1, 1500]);
+            // hides a key from the first query head of KV head 1 alone
+            let mut bias = Array4::zeros((1, 2 * group, 1, 1500));
+            bias[[0, group, 0, 900]] = f64::NEG_INFINITY;
+            clean.spec.bias = Some([1, 2 * group, 1, 1500]);
             clean.bias = Some(bias);
         }
         let ids =
@@ -130,10 +138,12 @@ fn few_queries_propagate_only_visible_nans() {
             let (out, lse) = run(&with_nan);
             assert!(lse == want.1);
             for ((index, got), want) in out.indexed_iter().zip(&want.0) {
-                // query heads 2 and 3 read KV head 1
                 let (b, _, head, element) = index;
-                let visible = b == 1 && (head == 3 || head == 2 && !biased) && element == 2;
-                assert!(if visible { got.is_nan() } else { got == want }, "{index:?} {biased}");
+                let visible = b == 1 && head >= group + usize::from(biased) && element == 2;
+                assert!(
+                    if visible { got.is_nan() } else { got == want },
+                    "{isa} {dtype} {index:?} {biased}"
+                );
             }
         }
     }

@@ -215,3 +215,38 @@ fn masked_values_that_are_not_finite_change_no_bit() {
         }
     }
 }
+
+#[test]
+fn grouped_queries_decode_on_tiles() {
+    if !Isa::Avx512Bf16.is_available() {
+        return eprintln!("NOT RUN: strips of keys are narrower than a tile");
+    }
+    // least packed rows of a KV head on tiles
+    for (dtype, least) in [(DType::Bf16, 16), (DType::F16, 32), (DType::F32, 64)] {
+        for (group, q_len) in [(5, 3), (8, 2), (8, 4), (21, 3), (16, 5)] {
+            let dims = Dims {
+                q_len,
+                kv_len: 706,
+                q_heads: 2 * group,
+                value_dim: 24,
+                ..Dims::new(1, 0, 2, 64)
+            };
+            let mut spec = Spec::new(dims, dtype);
+            spec.alignment = annulus_core::Alignment::BottomRight;
+            // the first queries attend to no key of the last tile
+            spec.mask = Arc::new(mask::Causal::default());
+            let case = support::case(spec, &mut Draw::new(least as u64));
+            let run = |isa| {
+                let cpu = || Cpu::new(1)?.with_isa(isa);
+                case.run_forward(&cpu, &Layout::Contiguous, 1).unwrap()
+            };
+            let (on_tiles, on_vectors) = (run(Isa::AmxEmulated), run(Isa::Avx512Bf16));
+            let what = format!("{dtype}, {group} × {q_len} packed rows");
+            assert_eq!(on_tiles == on_vectors, group * q_len < least, "{what}");
+            let want = support::oracle(&case);
+            let error = |out: &Array4<f64>| (out - &want.out).mapv(|x| x * x).sum().sqrt();
+            let [ours, plain] = [&on_tiles, &on_vectors].map(|(out, _)| error(out));
+            assert!(ours <= 1.05 * plain, "{what}: {ours:e}, with multiply-adds {plain:e}");
+        }
+    }
+}
