@@ -54,8 +54,7 @@ mod gather {
     pub(crate) mod backward;
     pub(crate) mod block;
     pub(crate) mod forward;
-    pub(crate) mod groups;
-    pub(crate) mod plane;
+    pub(crate) mod operands;
     pub(crate) mod rows;
 }
 

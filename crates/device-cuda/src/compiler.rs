@@ -10,8 +10,8 @@ use annulus_core::{Error, Result};
 use cudarc::nvrtc::sys::nvrtcProgram;
 
 use crate::{
-    Api, Architecture, CompilerStatus, CompilerSymbols, Gpu, Image, ImageCache, ImageKind,
-    symbols::missing,
+    Api, Architecture, CompilerStatus, CompilerSymbols, Gpu, Image, ImageCache, ImageKind, hip,
+    symbols::{missing, open},
 };
 
 /// Source of a compilation: one file and its headers, by name and text.
@@ -305,4 +305,21 @@ fn compiler_error(api: Api, name: &str, error: CompilerStatus, log: &str) -> Err
         text = text.replace("NVRTC", "HIPRTC");
     }
     Error::Device { what: format!("{}: {text}{log}", api.function(name)) }
+}
+
+impl CompilerSymbols {
+    /// Loads this machine's compiler of an interface.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+    pub fn system(api: Api) -> Result<Self> {
+        if api == Api::Hip {
+            return hip::compiler_symbols();
+        }
+        let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+        let library = open(&names)
+            .ok_or_else(|| missing("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
+        // SAFETY: the library of this name is NVRTC.
+        unsafe { Self::of(library) }
+    }
 }

@@ -13,7 +13,8 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute};
 use crate::{
     Api, Status, Symbols,
     context::{ContextState, Driver, Retired, lock},
-    symbols::{driver_error, missing},
+    hip,
+    symbols::{driver_error, missing, open},
 };
 
 /// Compute capability, such as 8.0 or 9.0.
@@ -472,4 +473,20 @@ fn start(symbols: &Symbols) -> Result<usize> {
 
 fn check(api: Api, name: &str, result: Status) -> Result<()> {
     if result == Status::SUCCESS { Ok(()) } else { Err(driver_error(api, name, result)) }
+}
+
+impl Symbols {
+    /// Loads this machine's driver of an interface.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
+    pub fn system(api: Api) -> Result<Self> {
+        if api == Api::Hip {
+            return hip::symbols();
+        }
+        let library = open(&["libcuda.so.1", "libcuda.so"])
+            .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
+        // SAFETY: the library of this name is the driver.
+        unsafe { Self::of(library) }
+    }
 }

@@ -9,7 +9,7 @@
 //! | type | file |
 //! |---|---|
 //! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs` |
-//! | HIP's functions in CUDA's tables; the libraries of this machine | `hip.rs`, `system.rs` |
+//! | HIP's functions in CUDA's tables | `hip.rs` |
 //! | [`Device`]: a context and its first failure | `device.rs` |
 //! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
@@ -30,7 +30,6 @@ pub mod nccl;
 mod staged;
 mod stream;
 mod symbols;
-mod system;
 mod tensor;
 
 pub use buffer::CudaBuffer;

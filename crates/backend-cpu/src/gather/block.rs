@@ -9,8 +9,7 @@ use ndarray::Array4;
 
 use crate::{
     gather::{
-        groups::{GROUP, MergedLists},
-        plane::PackedRows,
+        operands::{GROUP, MergedLists, PackedRows},
         rows::{PART, RowScratch, ScoreRule},
     },
     simd::dispatch::Real,

@@ -23,8 +23,7 @@ use crate::{
     },
     gather::{
         block::{BIAS, GatherScratch, KEEP, ListedBlock, contiguous, rule},
-        groups::{GROUP, MergedList, MergedLists},
-        plane::{PackRows, RowsView},
+        operands::{GROUP, MergedList, MergedLists, PackRows, RowsView},
         rows::{AttendRows, Others, PART, ScoreRule},
     },
     simd::{dispatch::Real, element::Float},

@@ -10,10 +10,7 @@
 //! two multiply-add units busy with one load for each two of them.
 
 use crate::{
-    gather::{
-        groups::{GROUP, MergedList},
-        plane::RowsView,
-    },
+    gather::operands::{GROUP, MergedList, RowsView},
     simd::{
         dispatch::{IsaToken, Real, SimdKernel},
         vector::{FOUR, MAX_LANES, Vector, unrolled},
