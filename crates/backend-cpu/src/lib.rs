@@ -69,7 +69,6 @@ mod workspace {
     pub(crate) mod records;
     pub(crate) mod scratch;
     pub(crate) mod state;
-    pub(crate) mod statistics;
     pub(crate) mod tangents;
 }
 

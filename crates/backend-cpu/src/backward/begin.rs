@@ -19,8 +19,8 @@ use crate::{
         prefetch::{PrefetchRows, ROWS_AHEAD},
     },
     workspace::{
+        query_block::Statistics,
         state::{DqLayout, PassState},
-        statistics::Statistics,
     },
 };
 

@@ -47,10 +47,10 @@ use crate::{
         bias_gradient::BiasGradient,
         bias_gradient::TableGradient,
         leaves::{KeyLeaves, TaskLeaves, unify},
+        query_block::{RowStatistics, TileStatistics, load_statistics},
         query_tiles::QueryTileCache,
         records::QueryRecord,
         scratch::ThreadScratch,
-        statistics::{RowStatistics, TileStatistics, load_statistics},
     },
 };
 

@@ -35,10 +35,9 @@ use crate::{
         bias_gradient::BiasPartial,
         bias_gradient::TableGradient,
         leaves::{ArrivingKeys, BlockPart},
-        query_block::{QueryBlock, QueryTask},
+        query_block::{QueryBlock, QueryTask, RowStatistics, load_statistics},
         scratch::ThreadScratch,
         state::PassState,
-        statistics::{RowStatistics, load_statistics},
     },
 };
 

@@ -21,7 +21,7 @@ use crate::{
         softmax::MultiplyTile,
         tile_mask::{LaneAxis, TileMask},
     },
-    workspace::{scratch::Tiles, statistics::TileStatistics},
+    workspace::{query_block::TileStatistics, scratch::Tiles},
 };
 
 /// Operands of a tile's products, as (rows, lanes): for the scores and for dP.

@@ -25,7 +25,7 @@ use crate::{
     simd::dispatch::Real,
     threads::team::{Team, Ticker},
     tile::input::{Acc, TileInput, TileSource, array},
-    workspace::{bias_gradient::BiasGradient, state::PassState, statistics::RowStatistics},
+    workspace::{bias_gradient::BiasGradient, query_block::RowStatistics, state::PassState},
 };
 
 /// The sinks of a backward pass, and what their gradients are computed from.

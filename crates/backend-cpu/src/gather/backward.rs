@@ -40,8 +40,10 @@ use crate::{
         tile_mask::TILE,
     },
     workspace::{
-        query_block::QueryBlock, records::bytes_mut, scratch::ThreadScratch, state::PassState,
-        statistics::RowStatistics,
+        query_block::{QueryBlock, RowStatistics},
+        records::bytes_mut,
+        scratch::ThreadScratch,
+        state::PassState,
     },
 };
 

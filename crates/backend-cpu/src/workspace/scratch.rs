@@ -16,7 +16,7 @@ use crate::{
         terms::ROW_PAIRS,
         tile_mask::{TILE, TileMask, TileMaskCache},
     },
-    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
+    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, query_block::TileStatistics},
 };
 
 /// Tiles of one thread: [`TILE`] rows, one strip wide.

@@ -43,10 +43,9 @@ use crate::{
         bias_gradient::{BiasGradient, owner},
         decode::{self, Decode},
         leaves::{BlockLeaves, KeyLeaves, LeafArrivals},
-        query_block::{KeptQueries, QueryBlock},
+        query_block::{KeptQueries, QueryBlock, RowStatistics},
         query_tiles::QueryTileCache,
         scratch::ThreadScratch,
-        statistics::RowStatistics,
         tangents::TangentState,
     },
 };
