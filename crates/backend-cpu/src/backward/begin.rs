@@ -1,7 +1,7 @@
 //! Prologue of the backward pass: row statistics from out and its rounding residual, max, sum, dout
 //! and dlse.
 //!
-//! See `workspace/statistics.rs` for their definitions.
+//! See `workspace/query_block.rs` for their definitions.
 
 use annulus_core::{BackwardInputs, BackwardMode, Element, HostView, ListedKeys, Result, memory};
 use ndarray::ArrayView4;
