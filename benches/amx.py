@@ -161,8 +161,8 @@ def ring(table, options):
     tensors = f"{options.out}/in.st"
     make = f"make --output {tensors} --q-len {RING_ROWS} --heads 8 --head-dim 64 --dtype bf16"
     output(launched[-1], *make.split(), "--backward")
-    attend = f"attend --input {tensors} --output {options.out}/out.st --causal --backward --json"
-    summary = json.loads(output(*launched, *attend.split(), "--precision", "default"))
+    attend = f"attend --input {tensors} --output {options.out}/out.st --threads 1 --causal --backward"
+    summary = json.loads(output(*launched, *attend.split(), "--json", "--precision", "default"))
     for of_pass in summary["passes"]:
         ranks = of_pass["per_rank"]
         exposed = max(rank["waiting_seconds"] for rank in ranks)

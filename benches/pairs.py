@@ -71,7 +71,8 @@ def ring_tax(flags):
     """Returns the arguments of `compare`."""
     ring = launched()
     alone, ranks = ring.split()[-1], os.environ.get("ANNULUS_BENCH_RANKS", "2")
-    return f"{alone} bench --threads {ranks}", f"{ring} bench", 7, [" ".join(flags) or RING]
+    ring = f"{ring} bench --threads 1"
+    return f"{alone} bench --threads {ranks}", ring, 7, [" ".join(flags) or RING]
 
 
 def medians(old, new, pairs, cases):

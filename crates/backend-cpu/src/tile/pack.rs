@@ -223,7 +223,8 @@ impl<A: Real> Panel<A> {
         at: usize,
     ) {
         let Self { stride, terms, reduction_stride, along, .. } = *self;
-        self.finite = true;
+        // the rows of several heads are packed one after another, from row 0 on
+        self.finite |= at == 0;
         let of_term = self.along_rows.len() / terms;
         let capacity = self.factors.len() / (TILE + 1) * TILE;
         let (of_rows, of_tiles) = self.factors.split_at_mut(capacity);
