@@ -33,50 +33,35 @@ const HEADERS: [Header; 7] = [
     ("forward_state.cuh", include_str!("../kernels/forward_state.cuh")),
 ];
 
-/// Further headers of [`Family::General`].
-const GENERAL_HEADERS: [Header; 15] = [
-    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
-    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
+/// Header of the two groups below.
+const GRADIENT: Header = ("gradient.cuh", include_str!("../kernels/gradient.cuh"));
+
+/// Headers of the kernels without matrix instructions.
+const PLAIN_HEADERS: [Header; 6] = [
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
+    ("backward.cuh", include_str!("../kernels/backward.cuh")),
+    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
+    ("records.cuh", include_str!("../kernels/records.cuh")),
+];
+
+/// Headers of the kernels of matrix instructions, of either kind of GPU.
+const MATRIX_HEADERS: [Header; 8] = [
+    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
     ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
     ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
     ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
-    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
     ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
     ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
-    ("backward.cuh", include_str!("../kernels/backward.cuh")),
-    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
-    ("rows.cuh", include_str!("../kernels/rows.cuh")),
-    ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
-/// Further headers of [`Family::General`] of AMD GPUs.
-const PLAIN_HEADERS: [Header; 8] = [
+/// Headers of AMD's GPUs: of all programs, and of matrix instructions.
+const AMD_HEADERS: [Header; 2] = [
     ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
-    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
-    ("forward.cuh", include_str!("../kernels/forward.cuh")),
-    ("merge_splits.cuh", include_str!("../kernels/merge_splits.cuh")),
-    ("backward.cuh", include_str!("../kernels/backward.cuh")),
-    ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
-    ("rows.cuh", include_str!("../kernels/rows.cuh")),
-    ("records.cuh", include_str!("../kernels/records.cuh")),
-];
-
-/// Further headers of [`Family::Mfma`].
-const MFMA_HEADERS: [Header; 11] = [
-    ("primitives_amd.h", include_str!("../kernels/primitives_amd.h")),
-    ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
-    ("backward_pair.cuh", include_str!("../kernels/backward_pair.cuh")),
-    ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
-    ("backward_queries_matrix.cuh", include_str!("../kernels/backward_queries_matrix.cuh")),
-    ("backward_keys_matrix.cuh", include_str!("../kernels/backward_keys_matrix.cuh")),
-    ("chunk_stream.cuh", include_str!("../kernels/chunk_stream.cuh")),
-    ("row_tiles.cuh", include_str!("../kernels/row_tiles.cuh")),
     ("matrix_amd.cuh", include_str!("../kernels/matrix_amd.cuh")),
-    ("forward_probs.cuh", include_str!("../kernels/forward_probs.cuh")),
-    ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
 ];
 
 /// Further headers of [`Family::Warpgroup`] and [`Family::WarpgroupBackward`].
@@ -120,28 +105,30 @@ pub fn compile(
     kind: ImageKind,
     target: &str,
 ) -> Result<Image> {
-    let (main, headers): (Header, Vec<Header>) = match variant.family {
+    let [amd, matrix_amd] = AMD_HEADERS;
+    let (main, own): (Header, Vec<Header>) = match variant.family {
         Family::General if kind == ImageKind::CodeObject => (
             ("plain.hip", include_str!("../kernels/plain.hip")),
-            [&HEADERS[..], &PLAIN_HEADERS].concat(),
+            [&[GRADIENT, amd][..], &PLAIN_HEADERS].concat(),
         ),
         Family::General => (
             ("kernels.cu", include_str!("../kernels/kernels.cu")),
-            [&HEADERS[..], &GENERAL_HEADERS].concat(),
+            [&[GRADIENT][..], &PLAIN_HEADERS, &MATRIX_HEADERS].concat(),
         ),
         Family::Mfma => (
             ("matrix.hip", include_str!("../kernels/matrix.hip")),
-            [&HEADERS[..], &MFMA_HEADERS].concat(),
+            [&[GRADIENT, amd, matrix_amd][..], &MATRIX_HEADERS].concat(),
         ),
         Family::Warpgroup | Family::WarpgroupEpilogue => (
             ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
-            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_FORWARD_HEADERS].concat(),
+            [WARPGROUP_HEADERS, WARPGROUP_FORWARD_HEADERS].concat(),
         ),
         Family::WarpgroupBackward => (
             ("backward_warpgroup.cu", include_str!("../kernels/backward_warpgroup.cu")),
-            [&HEADERS[..], &WARPGROUP_HEADERS, &WARPGROUP_BACKWARD_HEADERS].concat(),
+            [WARPGROUP_HEADERS, WARPGROUP_BACKWARD_HEADERS].concat(),
         ),
     };
+    let headers = [&HEADERS[..], &own].concat();
     let edited = |&(name, text): &Header| match edit {
         Some(edit) => edit(name, text).map(Cow::Owned),
         None => Ok(Cow::Borrowed(text)),

@@ -19,7 +19,7 @@ use annulus_device_cuda::{
 
 /// Exports the functions of a table under their C names.
 macro_rules! export {
-    ($table:expr; $($field:ident = $symbol:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+    ($table:expr; $($field:ident$(.$unwrap:ident)? = $symbol:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
         $(
             /// The function of CUDA.
             ///
@@ -28,7 +28,7 @@ macro_rules! export {
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $symbol($($argument: $type),*) -> $result {
                 // SAFETY: as the caller guarantees
-                unsafe { ($table.$field)($($argument),*) }
+                unsafe { ($table.$field$(.$unwrap())?)($($argument),*) }
             }
         )*
     };
@@ -70,8 +70,8 @@ export! {
 export! {
     compiler_symbols();
     version = nvrtcVersion(a: *mut c_int, b: *mut c_int) -> CompilerStatus;
-    architecture_count = nvrtcGetNumSupportedArchs(a: *mut c_int) -> CompilerStatus;
-    architectures = nvrtcGetSupportedArchs(a: *mut c_int) -> CompilerStatus;
+    architecture_count.unwrap = nvrtcGetNumSupportedArchs(a: *mut c_int) -> CompilerStatus;
+    architectures.unwrap = nvrtcGetSupportedArchs(a: *mut c_int) -> CompilerStatus;
     create = nvrtcCreateProgram(a: *mut nvrtcProgram, b: *const c_char, c: *const c_char, d: c_int, e: *const *const c_char, f: *const *const c_char) -> CompilerStatus;
     destroy = nvrtcDestroyProgram(a: *mut nvrtcProgram) -> CompilerStatus;
     compile = nvrtcCompileProgram(a: nvrtcProgram, b: c_int, c: *const *const c_char) -> CompilerStatus;

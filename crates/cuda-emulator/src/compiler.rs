@@ -33,8 +33,8 @@ pub const fn compiler_symbols() -> CompilerSymbols {
     CompilerSymbols {
         api: Api::Cuda,
         version,
-        architecture_count,
-        architectures,
+        architecture_count: Some(architecture_count),
+        architectures: Some(architectures),
         create,
         destroy,
         compile,
@@ -49,15 +49,15 @@ pub const fn compiler_symbols() -> CompilerSymbols {
 
 /// Returns the emulated compiler for compute capability 9.0 only.
 pub const fn hopper_compiler_symbols() -> CompilerSymbols {
-    CompilerSymbols { architectures: hopper_architectures, ..compiler_symbols() }
+    CompilerSymbols { architectures: Some(hopper_architectures), ..compiler_symbols() }
 }
 
 /// Returns the emulated compiler as hipRTC, which has no list of architectures.
 pub const fn hip_compiler_symbols() -> CompilerSymbols {
     CompilerSymbols {
         api: Api::Hip,
-        architecture_count: no_architectures,
-        architectures: nothing,
+        architecture_count: None,
+        architectures: None,
         ..compiler_symbols()
     }
 }
@@ -87,16 +87,6 @@ unsafe extern "C" fn version(major: *mut c_int, minor: *mut c_int) -> CompilerSt
 unsafe extern "C" fn architecture_count(count: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes a valid pointer.
     unsafe { *count = 1 };
-    CompilerStatus::SUCCESS
-}
-
-unsafe extern "C" fn no_architectures(count: *mut c_int) -> CompilerStatus {
-    // SAFETY: the caller passes a valid pointer.
-    unsafe { *count = 0 };
-    CompilerStatus::SUCCESS
-}
-
-unsafe extern "C" fn nothing(_: *mut c_int) -> CompilerStatus {
     CompilerStatus::SUCCESS
 }
 

@@ -11,7 +11,7 @@ use cudarc::nvrtc::sys::nvrtcProgram;
 
 use crate::{
     Api, Architecture, CompilerStatus, CompilerSymbols, Gpu, Image, ImageCache, ImageKind, hip,
-    symbols::{missing, open},
+    symbols::{CompilerAdapter, missing, open},
 };
 
 /// Source of a compilation: one file and its headers, by name and text.
@@ -52,22 +52,19 @@ impl Compiler {
     pub fn with_symbols(symbols: CompilerSymbols, cache: Option<ImageCache>) -> Result<Self> {
         let mut major = 0;
         let mut minor = 0;
-        let mut count = 0;
+        let mut architectures = Vec::new();
+        let check = |name, result| check(symbols.api, name, result);
         // SAFETY: the table's functions have NVRTC's signatures and semantics; all pointers are to
-        // locals.
+        // locals, and the vector has as many elements as the compiler reported.
         unsafe {
-            check(symbols.api, "nvrtcVersion", (symbols.version)(&raw mut major, &raw mut minor))?;
-            check(
-                symbols.api,
-                "nvrtcGetNumSupportedArchs",
-                (symbols.architecture_count)(&raw mut count),
-            )?;
+            check("nvrtcVersion", (symbols.version)(&raw mut major, &raw mut minor))?;
+            if let Some((number, list)) = symbols.architecture_count.zip(symbols.architectures) {
+                let mut count = 0;
+                check("nvrtcGetNumSupportedArchs", number(&raw mut count))?;
+                architectures.resize(usize::try_from(count).unwrap_or(0), 0);
+                check("nvrtcGetSupportedArchs", list(architectures.as_mut_ptr()))?;
+            }
         }
-        let mut architectures: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: the vector has as many elements as the compiler reported.
-        check(symbols.api, "nvrtcGetSupportedArchs", unsafe {
-            (symbols.architectures)(architectures.as_mut_ptr())
-        })?;
         architectures.sort_unstable();
         Ok(Self { symbols: Some(symbols), version: (major, minor), architectures, cache })
     }
@@ -249,10 +246,9 @@ impl Compiler {
             ));
         }
         let bytes = match kind {
-            ImageKind::CodeObject => {
-                owned.read("nvrtcGetCode", symbols.cubin_size, symbols.cubin)?
+            ImageKind::Cubin | ImageKind::CodeObject => {
+                owned.read("nvrtcGetCUBIN", symbols.cubin_size, symbols.cubin)?
             }
-            ImageKind::Cubin => owned.read("nvrtcGetCUBIN", symbols.cubin_size, symbols.cubin)?,
             ImageKind::Ptx => owned.read("nvrtcGetPTX", symbols.ptx_size, symbols.ptx)?,
         };
         Ok(Image { kind, bytes, log })
@@ -320,6 +316,9 @@ impl CompilerSymbols {
         let library = open(&names)
             .ok_or_else(|| missing("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
         // SAFETY: the library of this name is NVRTC.
-        unsafe { Self::of(library) }
+        unsafe {
+            let own = CompilerAdapter::of(library, "CUDA", api)?;
+            Self::of(library, "CUDA", api, own)
+        }
     }
 }

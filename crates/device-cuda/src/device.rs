@@ -14,7 +14,7 @@ use crate::{
     Api, Status, Symbols,
     context::{ContextState, Driver, Retired, lock},
     hip,
-    symbols::{driver_error, missing, open},
+    symbols::{DriverAdapter, driver_error, missing, open},
 };
 
 /// Compute capability, such as 8.0 or 9.0.
@@ -487,6 +487,9 @@ impl Symbols {
         let library = open(&["libcuda.so.1", "libcuda.so"])
             .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
         // SAFETY: the library of this name is the driver.
-        unsafe { Self::of(library) }
+        unsafe {
+            let own = DriverAdapter::of(library, "CUDA", api)?;
+            Self::of(library, "CUDA", api, own)
+        }
     }
 }

@@ -29,12 +29,12 @@ use cudarc::driver::sys::{
 
 use crate::{
     Api, CompilerStatus, CompilerSymbols, Status, Symbols,
-    symbols::{function, missing, open, table},
+    symbols::{ArchitectureName, CompilerAdapter, DriverAdapter, function, missing, open, table},
 };
 
 table! {
     /// HIP's functions that differ from CUDA's.
-    pub(crate) HipSymbols of "HIP" => {
+    pub(crate) HipSymbols => {
         device_attribute = hipDeviceGetAttribute(*mut c_int, c_int, c_int) -> Status;
         device_set = hipSetDevice(c_int) -> Status;
         device_current = hipGetDevice(*mut c_int) -> Status;
@@ -44,14 +44,6 @@ table! {
         properties_of_6 = hipGetDevicePropertiesR0600(*mut c_void, c_int) -> Status;
         properties_of_5 = hipGetDeviceProperties(*mut c_void, c_int) -> Status;
     }
-}
-
-/// Looks up functions that have another name than CUDA's and the same signature, that of their
-/// field, and adds the other fields of the table.
-macro_rules! renamed {
-    ($table:ident of $library:ident { $($field:ident = $symbol:ident;)* } { $($others:tt)* }) => {
-        $table { $($field: function($library, "HIP", stringify!($symbol))?,)* $($others)* }
-    };
 }
 
 /// Functions of the loaded library: a process uses one major version of HIP, because two do not
@@ -73,35 +65,9 @@ pub(crate) fn symbols() -> Result<Symbols> {
     // SAFETY: the library of this name is HIP's runtime, whose functions have the types of their
     // fields: handles and addresses are pointers or integers of the same size.
     unsafe {
-        let found = HipSymbols::of(library)?;
+        let found = HipSymbols::of(library, "HIP", Api::Hip)?;
         HIP.get_or_init(|| found);
-        Ok(renamed! { Symbols of library {
-            init = hipInit;
-            device_count = hipGetDeviceCount;
-            device_name = hipDeviceGetName;
-            memory_info = hipMemGetInfo;
-            allocate = hipMalloc;
-            free = hipFree;
-            free_host = hipHostFree;
-            copy_to_device = hipMemcpyHtoDAsync;
-            copy_to_host = hipMemcpyDtoHAsync;
-            copy_on_device = hipMemcpyDtoDAsync;
-            stream_create = hipStreamCreateWithFlags;
-            stream_destroy = hipStreamDestroy;
-            stream_wait = hipStreamWaitEvent;
-            event_create = hipEventCreateWithFlags;
-            event_destroy = hipEventDestroy;
-            event_record = hipEventRecord;
-            event_query = hipEventQuery;
-            module_load = hipModuleLoadData;
-            module_unload = hipModuleUnload;
-            module_function = hipModuleGetFunction;
-            launch = hipModuleLaunchKernel;
-        } {
-            event_elapsed: function(library, "HIP", "hipEventElapsedTime").ok(),
-            api: Api::Hip,
-            architecture_name: Some(architecture_name),
-            device_get,
+        let own = DriverAdapter {
             device_attribute,
             context_retain,
             context_release,
@@ -109,8 +75,10 @@ pub(crate) fn symbols() -> Result<Symbols> {
             context_current,
             allocate_host,
             function_attribute,
-            tensor_map: None,
-        }})
+        };
+        let symbols = Symbols::of(library, "HIP", Api::Hip, own)?;
+        let architecture_name = Some(architecture_name as ArchitectureName);
+        Ok(Symbols { api: Api::Hip, architecture_name, ..symbols })
     }
 }
 
@@ -132,22 +100,9 @@ pub(crate) fn compiler_symbols() -> Result<CompilerSymbols> {
     unsafe {
         let version = function(library, "HIP", "hiprtcVersion")?;
         COMPILER_VERSION.get_or_init(|| version);
-        Ok(renamed! { CompilerSymbols of library {
-            create = hiprtcCreateProgram;
-            destroy = hiprtcDestroyProgram;
-            compile = hiprtcCompileProgram;
-            log_size = hiprtcGetProgramLogSize;
-            log = hiprtcGetProgramLog;
-            cubin_size = hiprtcGetCodeSize;
-            cubin = hiprtcGetCode;
-            ptx_size = hiprtcGetCodeSize;
-            ptx = hiprtcGetCode;
-        } {
-            api: Api::Hip,
-            version: compiler_version,
-            architecture_count,
-            architectures,
-        }})
+        let own = CompilerAdapter { version: compiler_version };
+        let symbols = CompilerSymbols::of(library, "HIP", Api::Hip, own)?;
+        Ok(CompilerSymbols { api: Api::Hip, ..symbols })
     }
 }
 
@@ -208,12 +163,6 @@ const fn context_of(device: c_int) -> CUcontext {
 /// The device whose context a handle stands for; the first one for no context.
 fn device_of(context: CUcontext) -> c_int {
     c_int::try_from(context.addr().saturating_sub(1)).unwrap_or(c_int::MAX)
-}
-
-unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> Status {
-    // SAFETY: the caller passes a valid pointer.
-    unsafe { *device = ordinal };
-    Status::SUCCESS
 }
 
 /// Translates the attributes that devices are asked for.
@@ -318,14 +267,4 @@ unsafe extern "C" fn compiler_version(major: *mut c_int, hip: *mut c_int) -> Com
         let _ = unsafe { read(hip) };
     }
     status
-}
-
-unsafe extern "C" fn architecture_count(count: *mut c_int) -> CompilerStatus {
-    // SAFETY: the caller passes a valid pointer.
-    unsafe { *count = 0 };
-    CompilerStatus::SUCCESS
-}
-
-unsafe extern "C" fn architectures(_: *mut c_int) -> CompilerStatus {
-    CompilerStatus::SUCCESS
 }

@@ -53,7 +53,7 @@ impl Config {
 
 table! {
     /// Functions of NCCL or of RCCL.
-    pub NcclSymbols of "NCCL"
+    pub NcclSymbols
         with api: Api = Api::Cuda
     => {
         version = ncclGetVersion(*mut c_int) -> Status;
@@ -89,10 +89,7 @@ impl NcclSymbols {
             Api::Hip => hip::collectives()?,
         };
         // SAFETY: it is NCCL or RCCL by its name.
-        let found = unsafe { Self::of(library) }.map_err(|error| match error {
-            Error::Unsupported { by, .. } => Error::unsupported(Self::name_of(api), by),
-            other => other,
-        })?;
+        let found = unsafe { Self::of(library, Self::name_of(api), api) }?;
         Self { api, ..found }.checked()
     }
 

@@ -36,15 +36,33 @@ impl Api {
         }
     }
 
-    /// Returns the name of one of CUDA's functions in this interface: the prefix differs.
+    /// Returns the name in this interface of one of CUDA's functions, or of any other library's.
     pub(crate) fn function(self, name: &str) -> String {
-        match (self, name.strip_prefix("cu"), name.strip_prefix("nvrtc")) {
-            (Self::Hip, Some(rest), _) => format!("hip{rest}"),
-            (Self::Hip, _, Some(rest)) => format!("hiprtc{rest}"),
-            _ => name.to_owned(),
+        if self == Self::Cuda {
+            return name.to_owned();
+        }
+        let name = name.trim_end_matches("_v2");
+        match (RENAMED.iter().find(|(cuda, _)| *cuda == name), name.strip_prefix("cu")) {
+            (Some((_, hip)), _) => (*hip).to_owned(),
+            (None, Some(rest)) => format!("hip{rest}"),
+            _ => name.replace("nvrtc", "hiprtc").replace("CUBIN", "Code").replace("PTX", "Code"),
         }
     }
 }
+
+/// CUDA's functions, without `_v2`, whose names in HIP differ in more than the prefix.
+const RENAMED: [(&str, &str); 10] = [
+    ("cuCtxGetCurrent", "hipGetDevice"),
+    ("cuCtxSetCurrent", "hipSetDevice"),
+    ("cuDeviceGetCount", "hipGetDeviceCount"),
+    ("cuEventCreate", "hipEventCreateWithFlags"),
+    ("cuLaunchKernel", "hipModuleLaunchKernel"),
+    ("cuMemAlloc", "hipMalloc"),
+    ("cuMemAllocHost", "hipHostMalloc"),
+    ("cuMemFree", "hipFree"),
+    ("cuMemFreeHost", "hipHostFree"),
+    ("cuStreamCreate", "hipStreamCreateWithFlags"),
+];
 
 /// Declares a status: a number, of which a few have names.
 macro_rules! status {
@@ -117,7 +135,7 @@ pub type ArchitectureName = unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -
 
 table! {
     /// Functions of a GPU's driver.
-    pub Symbols of "CUDA"
+    pub Symbols
         with api: Api = Api::Cuda
         with architecture_name: Option<ArchitectureName> = None
     => {
@@ -125,17 +143,9 @@ table! {
         device_count = cuDeviceGetCount(*mut c_int) -> Status;
         device_get = cuDeviceGet(*mut CUdevice, c_int) -> Status;
         device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
-        device_attribute = cuDeviceGetAttribute(
-            *mut c_int, CUdevice_attribute, CUdevice
-        ) -> Status;
-        context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> Status;
-        context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> Status;
-        context_set = cuCtxSetCurrent(CUcontext) -> Status;
-        context_current = cuCtxGetCurrent(*mut CUcontext) -> Status;
         memory_info = cuMemGetInfo_v2(*mut usize, *mut usize) -> Status;
         allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize) -> Status;
         free = cuMemFree_v2(CUdeviceptr) -> Status;
-        allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> Status;
         free_host = cuMemFreeHost(*mut c_void) -> Status;
         copy_to_device = cuMemcpyHtoDAsync_v2(
             CUdeviceptr, *const c_void, usize, CUstream
@@ -158,6 +168,15 @@ table! {
             CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
             *mut *mut c_void, *mut *mut c_void
         ) -> Status;
+    } adapted DriverAdapter {
+        device_attribute = cuDeviceGetAttribute(
+            *mut c_int, CUdevice_attribute, CUdevice
+        ) -> Status;
+        context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> Status;
+        context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> Status;
+        context_set = cuCtxSetCurrent(CUcontext) -> Status;
+        context_current = cuCtxGetCurrent(*mut CUcontext) -> Status;
+        allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> Status;
         function_attribute = cuFuncSetAttribute(
             CUfunction, CUfunction_attribute, c_int
         ) -> Status;
@@ -173,12 +192,9 @@ table! {
 
 table! {
     /// Functions of a run-time compiler.
-    pub CompilerSymbols of "CUDA"
+    pub CompilerSymbols
         with api: Api = Api::Cuda
     => {
-        version = nvrtcVersion(*mut c_int, *mut c_int) -> CompilerStatus;
-        architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> CompilerStatus;
-        architectures = nvrtcGetSupportedArchs(*mut c_int) -> CompilerStatus;
         create = nvrtcCreateProgram(
             *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char,
             *const *const c_char
@@ -191,6 +207,11 @@ table! {
         cubin = nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> CompilerStatus;
         ptx_size = nvrtcGetPTXSize(nvrtcProgram, *mut usize) -> CompilerStatus;
         ptx = nvrtcGetPTX(nvrtcProgram, *mut c_char) -> CompilerStatus;
+    } adapted CompilerAdapter {
+        version = nvrtcVersion(*mut c_int, *mut c_int) -> CompilerStatus;
+    } optional {
+        architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> CompilerStatus;
+        architectures = nvrtcGetSupportedArchs(*mut c_int) -> CompilerStatus;
     }
 }
 
@@ -242,14 +263,25 @@ pub(crate) unsafe fn function<F: Copy>(
         .map_err(|_| missing(what, format!("its library has no {symbol}")))
 }
 
-/// Declares a structure of function pointers that [`function`] looks up by their C names.
+/// Declares a structure of function pointers that [`function`] looks up by their C names. Functions
+/// that an interface may lack or have with another meaning are `adapted`: they have a structure of
+/// their own, too, of which that interface makes a value.
 macro_rules! table {
-    ($(#[$doc:meta])* $vis:vis $name:ident of $what:literal
+    ($(#[$doc:meta])* $vis:vis $name:ident
         $(with $constant:ident: $constant_type:ty = $value:expr)* => {
         $($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*
-    } $(optional {
+    } $(adapted $adapter:ident {
+        $($own:ident = $own_symbol:ident($($own_argument:ty),*) -> $own_result:ty;)*
+    })? $(optional {
         $($extra:ident = $extra_symbol:ident($($extra_argument:ty),*) -> $extra_result:ty;)*
     })?) => {
+        $($crate::symbols::table! {
+            /// Functions that another interface adapts.
+            pub(crate) $adapter => {
+                $($own = $own_symbol($($own_argument),*) -> $own_result;)*
+            }
+        })?
+
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         $vis struct $name {
@@ -262,23 +294,30 @@ macro_rules! table {
                 $vis $field: unsafe extern "C" fn($($argument),*) -> $result,
             )*
             $($(
+                #[doc = concat!("`", stringify!($own_symbol), "`.")]
+                $vis $own: unsafe extern "C" fn($($own_argument),*) -> $own_result,
+            )*)?
+            $($(
                 #[doc = concat!("`", stringify!($extra_symbol), "`, if the library has it.")]
                 $vis $extra: Option<unsafe extern "C" fn($($extra_argument),*) -> $extra_result>,
             )*)?
         }
 
         impl $name {
-            /// Looks up every function.
+            /// Looks up every function under its name in `api`, except those that `adapter` gives.
             ///
             /// # Errors
-            /// [`annulus_core::Error::Unsupported`] naming the first missing function that is not
-            /// optional.
+            /// [`annulus_core::Error::Unsupported`] by the name `what`, naming the first missing
+            /// function that is not optional.
             ///
             /// # Safety
             /// The library is the one that the table describes, so that every function has its
             /// type.
             pub(crate) unsafe fn of(
                 library: &'static libloading::Library,
+                what: &str,
+                api: $crate::Api,
+                $(adapter: $adapter,)?
             ) -> annulus_core::Result<Self> {
                 use $crate::symbols::function;
 
@@ -286,8 +325,11 @@ macro_rules! table {
                 unsafe {
                     Ok(Self {
                         $($constant: $value,)*
-                        $($field: function(library, $what, stringify!($symbol))?,)*
-                        $($($extra: function(library, $what, stringify!($extra_symbol)).ok(),)*)?
+                        $($field: function(library, what, &api.function(stringify!($symbol)))?,)*
+                        $($($own: adapter.$own,)*)?
+                        $($($extra: {
+                            function(library, what, &api.function(stringify!($extra_symbol))).ok()
+                        },)*)?
                     })
                 }
             }
@@ -298,7 +340,7 @@ pub(crate) use table;
 
 #[cfg(test)]
 mod tests {
-    use crate::{CompilerSymbols, Symbols};
+    use super::{Api, CompilerAdapter, DriverAdapter};
 
     #[test]
     fn a_function_that_a_library_lacks_is_named() {
@@ -306,11 +348,14 @@ mod tests {
         let library = super::open(&["libnone.so.1", "libc.so.6"]).unwrap();
         // SAFETY: no symbol is found, so none gets a wrong type.
         let (driver, compiler) = unsafe {
-            (Symbols::of(library).unwrap_err(), CompilerSymbols::of(library).unwrap_err())
+            (
+                DriverAdapter::of(library, "CUDA", Api::Cuda).unwrap_err(),
+                CompilerAdapter::of(library, "CUDA", Api::Cuda).unwrap_err(),
+            )
         };
         assert_eq!(
             driver.to_string(),
-            "CUDA is not supported by this machine: its library has no cuInit"
+            "CUDA is not supported by this machine: its library has no cuDeviceGetAttribute"
         );
         assert_eq!(
             compiler.to_string(),
@@ -319,7 +364,8 @@ mod tests {
         #[cfg(feature = "nccl")]
         {
             // SAFETY: as above.
-            let nccl = unsafe { crate::nccl::NcclSymbols::of(library) }.unwrap_err();
+            let nccl =
+                unsafe { crate::nccl::NcclSymbols::of(library, "NCCL", Api::Cuda) }.unwrap_err();
             assert_eq!(
                 nccl.to_string(),
                 "NCCL is not supported by this machine: its library has no ncclGetVersion"
