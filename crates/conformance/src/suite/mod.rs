@@ -4,6 +4,7 @@ mod bits;
 mod key_lists;
 pub mod kv_cache;
 mod matrix;
+pub mod messages;
 mod nonfinite;
 mod numeric;
 mod pairwise;
