@@ -49,6 +49,12 @@ pub(crate) fn description(attention: *const annulus_attention) -> Result<Descrip
     ATTENTIONS.with(attention, |description| Ok(description.clone()))
 }
 
+/// Returns what the builder has made of the options, for tests.
+#[doc(hidden)]
+pub fn setup_of(attention: *const annulus_attention) -> Result<Setup> {
+    Ok(description(attention)?.setup)
+}
+
 /// Returns a function of the host's, or refuses NULL.
 fn given<F>(name: &str, function: Option<F>) -> Result<F> {
     function.ok_or_else(|| Error::invalid(name, "NULL", "a function"))

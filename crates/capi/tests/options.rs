@@ -8,6 +8,7 @@ use std::{
     ffi::{CStr, CString, c_void},
     ptr,
     sync::Arc,
+    time::Duration,
 };
 
 use annulus::{
@@ -108,18 +109,14 @@ impl Answer {
 
 /// The answer of the facade.
 fn by_facade<T: Element>(
-    setup: &Setup,
-    dims: Dims,
+    attention: &Attention,
     data: &Data<T>,
     batch: &Batch,
     backend: BackendName,
 ) -> Answer {
-    let backend = AnyBackend::open(backend, None, 0).unwrap();
-    let setup = setup
-        .clone()
-        .map_attention(|attention| attention.dtype(T::DTYPE))
-        .map_runtime(|runtime| runtime.backend(backend));
-    let mut ring = LocalRing::new(setup, dims, RANKS).unwrap();
+    let runtime = Runtime::new().backend(AnyBackend::open(backend, None, 0).unwrap());
+    let setup = (attention.clone().dtype(T::DTYPE), Division::new(), runtime);
+    let mut ring = LocalRing::new(setup, DIMS, RANKS).unwrap();
     ring.update(batch).unwrap();
     let mut tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
     tensors.bias = data.bias.as_ref().map(|bias| bias.view());
@@ -131,11 +128,11 @@ fn by_facade<T: Element>(
 }
 
 /// The answer of the C interface.
-fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
-    let mut options = options(case.dims);
+fn by_c<T: Element>(case: &Case, data: &Data<T>, backend: BackendName) -> Answer {
+    let mut options = options(DIMS);
     options.dtype = tensor(&data.q).dtype;
     (case.options)(&mut options);
-    options.backend = case.backend as i32;
+    options.backend = backend as i32;
     let (attention, mut plan) = (attention(&options), ptr::null_mut());
     (case.add)(attention);
     // SAFETY: a pointer to a local
@@ -144,10 +141,10 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     ok(annulus_attention_destroy(attention));
     update(plan, &case.batch);
 
-    let Dims { batch, q_len, q_heads, value_dim, .. } = case.dims;
+    let Dims { batch, q_len, q_heads, value_dim, .. } = DIMS;
     let (seven, seven_of_sums) = (T::from_f64(7.0), T::Accumulator::from_f64(7.0));
     let is_narrow = matches!(T::DTYPE, DType::Bf16 | DType::F16);
-    let has_residual = is_narrow && matches!(case.backend, BackendName::Cpu);
+    let has_residual = is_narrow && matches!(backend, BackendName::Cpu);
     let of_out = || Array4::from_elem((batch, q_len, q_heads, value_dim), seven);
     let statistics = || Array3::from_elem((batch, q_heads, q_len), seven_of_sums);
     let forward = Forward::<T> {
@@ -262,32 +259,25 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
     ok(unsafe { annulus_plan_update(plan, &raw const batch) });
 }
 
+/// Options whose passes are compared.
 struct Case {
-    name: String,
-    dims: Dims,
-    options: Box<dyn Fn(&mut annulus_options)>,
+    name: &'static str,
+    options: Change,
     /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
-    setup: Setup,
+    attention: Attention,
     batch: Batch,
-    backend: BackendName,
 }
 
+type Change = fn(&mut annulus_options);
+
 impl Case {
-    fn new(
-        name: impl Into<String>,
-        options: impl Fn(&mut annulus_options) + 'static,
-        setup: impl Into<Setup>,
-    ) -> Self {
-        Self {
-            name: name.into(),
-            dims: DIMS,
-            options: Box::new(options),
-            add: |_| {},
-            setup: setup.into(),
-            batch: Batch::default(),
-            backend: BackendName::Cpu,
-        }
+    fn new(name: &'static str, options: Change, attention: Attention) -> Self {
+        Self { name, options, add: |_| {}, attention, batch: Batch::default() }
+    }
+
+    fn with_batch(name: &'static str, batch: Batch) -> Self {
+        Self { batch, ..Self::new(name, |o| o.causal = 1, Attention::new().causal(true)) }
     }
 }
 
@@ -314,29 +304,11 @@ unsafe extern "C" fn per_row_bias(_: *mut c_void, pair: *const annulus_pair) -> 
     (pair.head * 10 + pair.q_position - pair.kv_position) as f64 * 0.125
 }
 
-fn masks() -> Vec<Case> {
+/// Options of scores and masks that take tensors or functions, by pairs.
+fn cases() -> Vec<Case> {
     let new = Attention::new;
-    let longer = Dims { kv_len: 31, ..DIMS };
+    let [batch, heads, queries, keys] = [DIMS.batch, DIMS.q_heads, DIMS.q_len, DIMS.kv_len];
     vec![
-        Case::new(
-            "a window",
-            |o| (o.window_left, o.window_right, o.attention_sink_size) = (3, 2, 2),
-            new().sliding_window(3, 2).attention_sink_size(2),
-        ),
-        Case::new(
-            "chunk_size and prefix_len",
-            |o| (o.chunk_size, o.prefix_len) = (5, 4),
-            new().chunk_size(5).prefix_len(4),
-        ),
-        Case::new("prefix_len of 0", |o| o.prefix_len = 0, new().prefix_len(0)),
-        Case {
-            dims: longer,
-            ..Case::new(
-                "alignment",
-                |o| (o.causal, o.alignment) = (1, ANNULUS_ALIGN_BOTTOM_RIGHT),
-                new().causal(true).align(Alignment::BottomRight),
-            )
-        },
         Case {
             // SAFETY: the name is a text, and the function lives as long as the program
             add: |attention| unsafe {
@@ -355,24 +327,6 @@ fn masks() -> Vec<Case> {
             )
         },
         Case {
-            // SAFETY: the text ends with a zero byte
-            add: |attention| unsafe {
-                let text = c"5x4:3x2:causal=0x1:periodic=1x0";
-                ok(annulus_attention_add_neighborhood(attention, text.as_ptr()));
-            },
-            ..Case::new(
-                "a neighbourhood",
-                |_| {},
-                new().mask(Arc::new(Neighborhood {
-                    axes: vec![
-                        Axis { periodic: true, ..Axis::new(5, 3) },
-                        Axis::new(4, 2).causal(),
-                    ],
-                    edge: Edge::Shift,
-                })),
-            )
-        },
-        Case {
             // SAFETY: as above
             add: |attention| unsafe {
                 let visible = Some(every_third_position as _);
@@ -387,66 +341,8 @@ fn masks() -> Vec<Case> {
                     .mask(Arc::new(Predicate::of_positions("thirds", |i, j| (i - j) % 3 == 0))),
             )
         },
-    ]
-}
-
-fn scores() -> Vec<Case> {
-    let new = Attention::new;
-    let [batch, heads, queries, keys] = [DIMS.batch, DIMS.q_heads, DIMS.q_len, DIMS.kv_len];
-    vec![
-        Case::new(
-            "softmax_scale, logits_soft_cap, bias and sinks",
-            |o| {
-                (o.has_softmax_scale, o.softmax_scale, o.logits_soft_cap) = (1, -0.5, 0.75);
-                o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len];
-                o.sinks = 2;
-            },
-            new()
-                .softmax_scale(-0.5)
-                .logits_soft_cap(0.75)
-                .bias([batch, heads, queries, keys])
-                .softmax_aux(SinkShape::shared(2)),
-        ),
-        Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
-        Case::new(
-            "a bias that is broadcast, before the cap, of rounded logits",
-            |o| {
-                o.bias_dims = [1, o.q_heads, 1, o.kv_len];
-                o.logits_soft_cap = 0.5;
-                o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
-                o.logits_dtype = ANNULUS_BF16;
-            },
-            new()
-                .bias([1, heads, 1, keys])
-                .logits_soft_cap(0.5)
-                .bias_order(BiasOrder::BeforeSoftCap)
-                .logits_dtype(DType::Bf16),
-        ),
         Case {
-            // SAFETY: the text is one of the program
-            add: |attention| unsafe {
-                ok(annulus_attention_set_bias_table(attention, c"t5:8,16".as_ptr()));
-            },
-            ..Case::new(
-                "a bias table, and statistics",
-                |o| (o.bias_dims, o.statistics) = ([1, o.q_heads, 1, 8], 1),
-                new().bias_table(BiasTable::t5(true, 8, 16).unwrap()).statistics(true),
-            )
-        },
-        Case {
-            // SAFETY: as of the masks
-            add: |attention| unsafe {
-                let slopes = [0.5, 0.25, 0.125, 1.0];
-                ok(annulus_attention_set_alibi(attention, slopes.as_ptr(), 4));
-            },
-            ..Case::new(
-                "alibi",
-                |_| {},
-                new().bias_function(Arc::new(Alibi { slopes: vec![0.5, 0.25, 0.125, 1.0] })),
-            )
-        },
-        Case {
-            // SAFETY: as of the masks
+            // SAFETY: as above
             add: |attention| unsafe {
                 let (name, bias) = (c"rows".as_ptr(), Some(per_row_bias as _));
                 let null = ptr::null_mut();
@@ -462,6 +358,30 @@ fn scores() -> Vec<Case> {
             )
         },
         Case::new(
+            "a bias of all pairs, sinks and a cap",
+            |o| {
+                (o.has_softmax_scale, o.softmax_scale, o.logits_soft_cap) = (1, -0.5, 0.75);
+                o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len];
+                o.sinks = 2;
+            },
+            new()
+                .softmax_scale(-0.5)
+                .logits_soft_cap(0.75)
+                .bias([batch, heads, queries, keys])
+                .softmax_aux(SinkShape::shared(2)),
+        ),
+        Case {
+            // SAFETY: the text is one of the program
+            add: |attention| unsafe {
+                ok(annulus_attention_set_bias_table(attention, c"t5:8,16".as_ptr()));
+            },
+            ..Case::new(
+                "a bias table, and statistics",
+                |o| (o.bias_dims, o.statistics) = ([1, o.q_heads, 1, 8], 1),
+                new().bias_table(BiasTable::t5(true, 8, 16).unwrap()).statistics(true),
+            )
+        },
+        Case::new(
             "sinks_per_head, unnormalized and dropout",
             |o| {
                 (o.sinks, o.sinks_per_head, o.unnormalized) = (1, 1, 1);
@@ -472,132 +392,6 @@ fn scores() -> Vec<Case> {
     ]
 }
 
-fn rings() -> Vec<Case> {
-    let causal = || Attention::new().causal(true);
-    let divided = |division| Setup::from((Attention::new(), division));
-    let placed = |layout, route| Division::new().layout(layout).route(route);
-    let runs = |rows: &[i64]| rows.iter().copied().collect::<Runs>();
-    let shards = || {
-        let thirds = |first: i64| (0..23).filter(|row| row * 7 % 3 == first).collect::<Vec<_>>();
-        vec![runs(&thirds(1)), runs(&thirds(0)), runs(&thirds(2))]
-    };
-    let custom = Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() }));
-    let balanced = Division::new().balanced(&causal(), DIMS, &documents(), RANKS).unwrap();
-    let of_heads = |case| Case { dims: HEADS_DIMS, ..case };
-    let of_rows = |len, case| Case { dims: Dims { q_len: len, kv_len: len, ..DIMS }, ..case };
-    let columns = Strategy::Grid { heads: 1, queries: 1, keys: 3 };
-    let placed_by_c = [
-        (Layout::Contiguous, ANNULUS_LAYOUT_CONTIGUOUS, Route::Direct, ANNULUS_ROUTE_DIRECT),
-        (Layout::Zigzag, ANNULUS_LAYOUT_ZIGZAG, Route::RelayDown, ANNULUS_ROUTE_RELAY_DOWN),
-        (Layout::Striped, ANNULUS_LAYOUT_STRIPED, Route::RelayUp, ANNULUS_ROUTE_RELAY_UP),
-    ];
-    let placed_by_c = placed_by_c.map(|(layout, of_layout, route, of_route)| {
-        Case::new(
-            layout.name(),
-            move |o| (o.causal, o.layout, o.route) = (1, of_layout, of_route),
-            (causal(), placed(layout, route)),
-        )
-    });
-    let strategies = [
-        (ANNULUS_STRATEGY_HEADS_RING, Some([3, 0, 0]), Strategy::HeadsRing { heads: 3 }),
-        (ANNULUS_STRATEGY_GRID, Some([1, 1, 3]), columns),
-        (ANNULUS_STRATEGY_ALL_GATHER, None, Strategy::AllGather),
-        (ANNULUS_STRATEGY_ALL_TO_ALL, None, Strategy::HeadsRing { heads: 3 }),
-        (ANNULUS_STRATEGY_PASS_Q, None, columns),
-        (ANNULUS_STRATEGY_AUTO, None, Strategy::Auto),
-    ];
-    let strategies = strategies.map(|(of_strategy, parts, strategy)| {
-        let change = move |o: &mut annulus_options| {
-            (o.causal, o.strategy) = (1, of_strategy);
-            if let Some(parts) = parts {
-                [o.strategy_heads, o.strategy_queries, o.strategy_keys] = parts;
-            }
-        };
-        let setup = (causal(), Division::new().strategy(strategy));
-        of_heads(Case::new(format!("strategy {of_strategy}"), change, setup))
-    });
-    let others = vec![
-        Case {
-            // SAFETY: the lists have the lengths that are said
-            add: |attention| unsafe {
-                let thirds = |first: i64| (0..23).filter(move |row| row * 7 % 3 == first);
-                let rows: Vec<i64> = thirds(1).chain(thirds(0)).chain(thirds(2)).collect();
-                let counts = [1, 0, 2].map(|first| thirds(first).count() as i64);
-                let (counts, rows) = (counts.as_ptr(), rows.as_ptr());
-                ok(annulus_attention_set_custom_layout(attention, 3, counts, rows, counts, rows));
-            },
-            ..Case::new(
-                "custom layout, direct",
-                |o| {
-                    o.causal = 1;
-                    (o.layout, o.route) = (ANNULUS_LAYOUT_CUSTOM, ANNULUS_ROUTE_DIRECT);
-                },
-                (causal(), placed(custom, Route::Direct)),
-            )
-        },
-        Case {
-            dims: Dims { q_len: 24, kv_len: 24, ..DIMS },
-            // SAFETY: there are as many numbers as are said
-            add: |attention| unsafe {
-                ok(annulus_attention_set_boxes_layout(attention, 3, 2, [4, 6].as_ptr()));
-            },
-            ..Case::new(
-                "boxes",
-                |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_CUSTOM),
-                (causal(), Division::new().layout(Layout::boxes(&[4, 6], 3).unwrap())),
-            )
-        },
-        Case {
-            batch: documents(),
-            // SAFETY: the list lives through the calls, and rows have room for all
-            add: |attention| unsafe {
-                let starts = Array::from_vec(documents().cum_seqlens_q.unwrap_or_default());
-                let packed = described(&starts, ANNULUS_I64);
-                let batch = annulus_batch { cum_seqlens_q: &raw const packed, ..batch() };
-                ok(annulus_attention_set_balanced_layout(attention, 3, &raw const batch));
-                let expected = Attention::new().causal(true);
-                let balanced = Division::new().balanced(&expected, DIMS, &documents(), 3).unwrap();
-                for rank in 0..3 {
-                    let (mut rows, mut count) = ([-1; 23], 0);
-                    let first = rows.as_mut_ptr();
-                    ok(annulus_attention_q_rows(attention, 3, rank, first, 23, &raw mut count));
-                    let want = balanced.rank_rows(&expected, DIMS, 3, rank as usize).unwrap().q;
-                    assert_eq!(rows[..count as usize], want.iter().collect::<Vec<_>>());
-                }
-            },
-            ..Case::new(
-                "balanced layout",
-                |o| (o.causal, o.layout) = (1, ANNULUS_LAYOUT_BALANCED),
-                (causal(), balanced),
-            )
-        },
-        Case::new(
-            "two passes, precision, deadlines, two threads",
-            |o| {
-                (o.causal, o.backward_mode) = (1, ANNULUS_BACKWARD_TWO_PASS);
-                o.precision = ANNULUS_PRECISION_DEFAULT;
-                (o.deadline_seconds, o.arrival_deadline_seconds, o.threads) = (30.0, 60.0, 2);
-            },
-            causal().backward_mode(BackwardMode::TwoPass).precision(Precision::Default),
-        ),
-        // three leaves
-        of_rows(
-            600,
-            Case::new("reproducible", |o| o.reproducible = 1, Attention::new().reproducible(true)),
-        ),
-        // blocks that are long enough to be split
-        of_rows(
-            180,
-            Case::new(
-                "kv_block_size and receive_ahead",
-                |o| (o.kv_block_size, o.receive_ahead) = (64, 2),
-                divided(Division::new().kv_block_size(64).receive_ahead(2)),
-            ),
-        ),
-    ];
-    placed_by_c.into_iter().chain(strategies).chain(others).collect()
-}
-
 fn documents() -> Batch {
     Batch { cum_seqlens_q: Some(vec![0, 5, 17, 23]), ..Batch::default() }
 }
@@ -606,15 +400,13 @@ fn batches() -> Vec<Case> {
     let ids = Array2::from_shape_fn((2, 23), |(b, row)| (row as i32 / (5 + b as i32)) - 1);
     let positions = Array2::from_shape_fn((2, 23), |(b, row)| (row as i64 * 3) % (7 + b as i64));
     let dense = DenseMask::from_fn([1, 4, 23, 23], |[_, h, q, k]| (h + q * 3 + k * 5) % 4 != 0);
-    let causal = || Case::new("", |o| o.causal = 1, Attention::new().causal(true));
     let other = Array2::from_shape_fn((2, 23), |(_, row)| row as i32 / 4);
-    let with = |name: &str, batch| Case { name: name.to_owned(), batch, ..causal() };
     vec![
-        with(
+        Case::with_batch(
             "segment ids of one side",
             Batch { q_segment_ids: Some(ids.clone()), ..Batch::default() },
         ),
-        with(
+        Case::with_batch(
             "segment ids, positions and attention_mask",
             Batch {
                 q_segment_ids: Some(ids),
@@ -625,7 +417,7 @@ fn batches() -> Vec<Case> {
                 ..Batch::default()
             },
         ),
-        with(
+        Case::with_batch(
             "cum_seqlens",
             Batch {
                 cum_seqlens_q: Some(vec![0, 4, 20]),
@@ -633,8 +425,8 @@ fn batches() -> Vec<Case> {
                 ..Batch::default()
             },
         ),
-        with("key lists with a bias", listed([1, 1], true)),
-        with("key lists of groups and batch rows", listed([2, 2], false)),
+        Case::with_batch("key lists with a bias", listed([1, 1], true)),
+        Case::with_batch("key lists of groups and batch rows", listed([2, 2], false)),
     ]
 }
 
@@ -680,8 +472,7 @@ fn ranges_of_keys_are_lists_and_bad_lists_change_nothing() {
         ..batch()
     };
     let want = by_facade(
-        &Setup::default(),
-        DIMS,
+        &Attention::new(),
         &data,
         &Batch {
             key_lists: Some(Arc::new(
@@ -754,46 +545,38 @@ fn key_lists_with_a_bias_have_second_derivatives() {
     let [to_dq, to_dk, to_dv, to_out, to_ddout] = [&dq, &dk, &dv, &out, &ddout].map(tensor);
     let [to_lse, to_ddlse] = [&lse, &ddlse].map(tensor);
     let direction = described(&direction, ANNULUS_F64);
+    // SAFETY: pointers may be null
+    let (of_jvp, of_double): (annulus_jvp_args, annulus_double_backward_args) =
+        unsafe { std::mem::zeroed() };
     let of_jvp = annulus_jvp_args {
         struct_size: size_of::<annulus_jvp_args>() as u64,
         q: &raw const q,
         k: &raw const k,
         v: &raw const v,
-        bias: ptr::null(),
-        softmax_aux: ptr::null(),
         q_tangent: &raw const q,
         k_tangent: &raw const k,
         v_tangent: &raw const v,
-        bias_tangent: ptr::null(),
-        softmax_aux_tangent: ptr::null(),
-        out: ptr::null(),
-        lse: ptr::null(),
         out_tangent: &raw const to_out,
         lse_tangent: &raw const to_lse,
         key_list_bias_tangent: &raw const direction,
+        ..of_jvp
     };
     let of_double = annulus_double_backward_args {
         struct_size: size_of::<annulus_double_backward_args>() as u64,
         q: &raw const q,
         k: &raw const k,
         v: &raw const v,
-        bias: ptr::null(),
-        softmax_aux: ptr::null(),
         dout: &raw const dout,
-        dlse: ptr::null(),
         q_cotangent: &raw const q,
         k_cotangent: &raw const k,
         v_cotangent: &raw const v,
-        bias_cotangent: ptr::null(),
-        softmax_aux_cotangent: ptr::null(),
         dq: &raw const to_dq,
         dk: &raw const to_dk,
         dv: &raw const to_dv,
-        dbias: ptr::null(),
-        dsoftmax_aux: ptr::null(),
         ddout: &raw const to_ddout,
         ddlse: &raw const to_ddlse,
         key_list_bias_cotangent: &raw const direction,
+        ..of_double
     };
     let mut dbias = Array1::<f64>::zeros(46);
     let mut count = 0;
@@ -810,56 +593,216 @@ fn key_lists_with_a_bias_have_second_derivatives() {
     assert!(dbias.iter().any(|&number| number != 0.0));
 }
 
-fn check<T: Element>(cases: &[Case]) {
+/// Compares passes of C with those of the facade.
+fn check<T: Element>(cases: &[Case], backend: BackendName) {
     for case in cases {
-        let spec = case.setup.spec(case.dims).unwrap();
-        let data = Data::<T>::of(case.dims, spec.bias, spec.sinks);
-        let want = by_facade(&case.setup, case.dims, &data, &case.batch, case.backend);
-        let got = by_c(case, &data);
+        let spec = case.attention.spec(DIMS).unwrap();
+        let data = Data::<T>::of(DIMS, spec.bias, spec.sinks);
+        let want = by_facade(&case.attention, &data, &case.batch, backend);
+        let got = by_c(case, &data, backend);
         let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
         assert_eq!(names(&got), names(&want), "{}", case.name);
         let differs = got.0.iter().zip(&want.0).find(|(got, want)| got != want);
         let differs = differs.map(|((name, _), _)| name);
         assert_eq!(differs, None, "{} in {}", case.name, T::DTYPE);
         // the inputs alone give another answer
-        let plain = Data { bias: None, sinks: None, ..Data::<T>::of(case.dims, None, None) };
-        let without =
-            by_facade(&Setup::default(), case.dims, &plain, &Batch::default(), case.backend);
+        let plain = Data { bias: None, sinks: None, ..Data::<T>::of(DIMS, None, None) };
+        let without = by_facade(&Attention::new(), &plain, &Batch::default(), backend);
         let has_effect = got.0[..5] != without.0[..5];
         assert!(has_effect, "{} has no effect in {}", case.name, T::DTYPE);
     }
 }
 
 #[test]
-fn masks_give_the_bits_of_the_facade() {
-    check::<f32>(&masks());
+fn tensors_functions_and_batches_give_the_bits_of_the_facade() {
+    let cases: Vec<Case> = cases().into_iter().chain(batches()).collect();
+    let [some, others] = [0, 1].map(|first| {
+        let all = self::cases().into_iter().chain(batches());
+        all.skip(first).step_by(2).collect::<Vec<_>>()
+    });
+    check::<f32>(&cases, BackendName::Cpu);
+    check::<f64>(&some, BackendName::Cpu);
+    check::<f16>(&some, BackendName::Cpu);
+    check::<bf16>(&others, BackendName::Cpu);
 }
 
-#[test]
-fn scores_give_the_bits_of_the_facade() {
-    check::<f32>(&scores());
-    check::<f64>(&scores());
-}
-
-#[test]
-fn layouts_and_routes_give_the_bits_of_the_facade() {
-    check::<f32>(&rings());
-}
-
-#[test]
-fn batches_give_the_bits_of_the_facade() {
-    check::<f32>(&batches());
-}
-
-#[test]
-fn all_element_types_give_the_bits_of_the_facade() {
-    let some = || {
-        let all = [masks(), scores(), batches()];
-        all.into_iter().flat_map(|cases| cases.into_iter().step_by(2)).collect::<Vec<_>>()
+/// Requires that C's description is the builder's, and another one than without the option.
+fn is_described(
+    name: &str,
+    change: impl Fn(&mut annulus_options),
+    add: impl Fn(*mut annulus_attention),
+    want: impl Into<Setup>,
+) {
+    let described = |options: &annulus_options, add: &dyn Fn(*mut annulus_attention)| {
+        let attention = attention(options);
+        add(attention);
+        let setup = setup_of(attention).unwrap();
+        ok(annulus_attention_destroy(attention));
+        format!("{setup:?}")
     };
-    check::<f16>(&some());
-    check::<bf16>(&some());
-    check::<f64>(&some());
+    let mut changed = options(DIMS);
+    change(&mut changed);
+    let got = described(&changed, &add);
+    let backend = AnyBackend::open(BackendName::Cpu, None, 1).unwrap();
+    let want = want.into().map_runtime(|runtime| runtime.backend(backend));
+    // C has an element type in any case
+    let want = format!("{want:?}").replace("dtype: None", "dtype: Some(F32)");
+    assert_eq!(got, want, "{name}");
+    assert_ne!(got, described(&options(DIMS), &|_| {}), "{name} has no effect");
+}
+
+#[test]
+fn options_of_the_mathematics_are_those_of_the_builder() {
+    let mesh = Neighborhood {
+        axes: vec![Axis { periodic: true, ..Axis::new(5, 3) }, Axis::new(4, 2).causal()],
+        edge: Edge::Shift,
+    };
+    is_described(
+        "all",
+        |o| {
+            (o.dtype, o.logits_dtype) = (ANNULUS_BF16, ANNULUS_F16);
+            (o.causal, o.chunk_size, o.prefix_len) = (1, 5, 0);
+            (o.window_left, o.window_right, o.attention_sink_size) = (3, 2, 2);
+            o.alignment = ANNULUS_ALIGN_BOTTOM_RIGHT;
+            // and a scale of 0
+            (o.has_softmax_scale, o.logits_soft_cap) = (1, 0.5);
+            (o.bias_dims, o.bias_order) = ([1, 4, 1, 23], ANNULUS_BIAS_BEFORE_SOFT_CAP);
+            (o.sinks, o.sinks_per_head, o.unnormalized, o.statistics) = (2, 1, 1, 1);
+            (o.dropout_prob, o.dropout_seed) = (0.25, 9);
+            o.precision = ANNULUS_PRECISION_DEFAULT;
+            o.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
+            (o.forward_only, o.local_gradients) = (1, 1);
+            (o.reproducible, o.second_derivatives) = (1, 1);
+        },
+        // SAFETY: the text ends with a zero byte, and there are as many slopes as are said
+        |attention| unsafe {
+            let text = c"5x4:3x2:causal=0x1:periodic=1x0";
+            ok(annulus_attention_add_neighborhood(attention, text.as_ptr()));
+            let slopes = [0.5, 0.25, 0.125, 1.0];
+            ok(annulus_attention_set_alibi(attention, slopes.as_ptr(), 4));
+        },
+        Attention::new()
+            .dtype(DType::Bf16)
+            .logits_dtype(DType::F16)
+            .causal(true)
+            .chunk_size(5)
+            .prefix_len(0)
+            .sliding_window(3, 2)
+            .attention_sink_size(2)
+            .align(Alignment::BottomRight)
+            .softmax_scale(0.0)
+            .logits_soft_cap(0.5)
+            .bias([1, 4, 1, 23])
+            .bias_order(BiasOrder::BeforeSoftCap)
+            .softmax_aux(SinkShape::per_head(2))
+            .unnormalized(true)
+            .statistics(true)
+            .dropout(0.25, 9)
+            .precision(Precision::Default)
+            .backward_mode(BackwardMode::TwoPass)
+            .forward_only(true)
+            .local_gradients(true)
+            .reproducible(true)
+            .second_derivatives(true)
+            .mask(Arc::new(mesh))
+            .bias_function(Arc::new(Alibi { slopes: vec![0.5, 0.25, 0.125, 1.0] })),
+    );
+}
+
+#[test]
+fn options_of_the_division_and_the_runtime_are_those_of_the_builder() {
+    let by = |division| Setup::from((Attention::new(), division));
+    for (of_layout, of_route, layout, route) in [
+        (ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_ROUTE_DIRECT, Layout::Contiguous, Route::Direct),
+        (ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_RELAY_DOWN, Layout::Zigzag, Route::RelayDown),
+        (ANNULUS_LAYOUT_STRIPED, ANNULUS_ROUTE_RELAY_UP, Layout::Striped, Route::RelayUp),
+    ] {
+        let change = |o: &mut annulus_options| (o.layout, o.route) = (of_layout, of_route);
+        let want = by(Division::new().layout(layout.clone()).route(route));
+        is_described(layout.name(), change, |_| {}, want);
+    }
+    let grid = Strategy::Grid { heads: 1, queries: 2, keys: 3 };
+    for (of_strategy, parts, strategy) in [
+        (ANNULUS_STRATEGY_HEADS_RING, [3, 0, 0], Strategy::HeadsRing { heads: 3 }),
+        (ANNULUS_STRATEGY_GRID, [1, 2, 3], grid),
+        (ANNULUS_STRATEGY_ALL_GATHER, [0; 3], Strategy::AllGather),
+        (ANNULUS_STRATEGY_ALL_TO_ALL, [0; 3], Strategy::AllToAll),
+        (ANNULUS_STRATEGY_PASS_Q, [0; 3], Strategy::PassQ),
+        (ANNULUS_STRATEGY_AUTO, [0; 3], Strategy::Auto),
+    ] {
+        let change = |o: &mut annulus_options| {
+            o.strategy = of_strategy;
+            [o.strategy_heads, o.strategy_queries, o.strategy_keys] = parts;
+        };
+        let want = by(Division::new().strategy(strategy));
+        is_described(&strategy.to_string(), change, |_| {}, want);
+    }
+    is_described(
+        "blocks and deadlines",
+        |o| {
+            (o.kv_block_size, o.receive_ahead) = (64, 2);
+            (o.deadline_seconds, o.arrival_deadline_seconds) = (30.0, 60.0);
+        },
+        |_| {},
+        by(Division::new().kv_block_size(64).receive_ahead(2)).map_runtime(|runtime| {
+            let minute = Duration::from_secs(60);
+            runtime.deadline(minute / 2).arrival_deadline(minute)
+        }),
+    );
+}
+
+#[test]
+fn listed_layouts_are_those_of_the_builder() {
+    let thirds = |first: i64| (0..23).filter(move |row| row * 7 % 3 == first);
+    let shards = || [1, 0, 2].map(|first| thirds(first).collect::<Runs>()).to_vec();
+    let layout = |layout| Setup::from((Attention::new(), Division::new().layout(layout)));
+    is_described(
+        "a custom layout",
+        |o| o.layout = ANNULUS_LAYOUT_CUSTOM,
+        |attention| {
+            let rows: Vec<i64> = thirds(1).chain(thirds(0)).chain(thirds(2)).collect();
+            let counts = [1, 0, 2].map(|first| thirds(first).count() as i64);
+            let (counts, rows) = (counts.as_ptr(), rows.as_ptr());
+            // SAFETY: the lists have the lengths that are said
+            ok(unsafe {
+                annulus_attention_set_custom_layout(attention, 3, counts, rows, counts, rows)
+            });
+        },
+        layout(Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() }))),
+    );
+    is_described(
+        "boxes",
+        |o| (o.q_len, o.kv_len, o.layout) = (24, 24, ANNULUS_LAYOUT_CUSTOM),
+        // SAFETY: there are as many numbers as are said
+        |attention| unsafe {
+            ok(annulus_attention_set_boxes_layout(attention, 3, 2, [4, 6].as_ptr()));
+        },
+        layout(Layout::boxes(&[4, 6], 3).unwrap()),
+    );
+    let full = Attention::new();
+    let balanced = Division::new().balanced(&full, DIMS, &documents(), RANKS).unwrap();
+    is_described(
+        "a balanced layout",
+        |o| o.layout = ANNULUS_LAYOUT_BALANCED,
+        |attention| {
+            let starts = Array::from_vec(documents().cum_seqlens_q.unwrap_or_default());
+            let packed = described(&starts, ANNULUS_I64);
+            let batch = annulus_batch { cum_seqlens_q: &raw const packed, ..batch() };
+            // SAFETY: the list lives through the call
+            ok(unsafe { annulus_attention_set_balanced_layout(attention, 3, &raw const batch) });
+            for rank in 0..3 {
+                let (mut rows, mut count) = ([-1; 23], 0);
+                let first = rows.as_mut_ptr();
+                // SAFETY: rows have room for all
+                ok(unsafe {
+                    annulus_attention_q_rows(attention, 3, rank, first, 23, &raw mut count)
+                });
+                let want = balanced.rank_rows(&full, DIMS, 3, rank as usize).unwrap().q;
+                assert_eq!(rows[..count as usize], want.iter().collect::<Vec<_>>());
+            }
+        },
+        (full.clone(), balanced.clone()),
+    );
 }
 
 /// A sample of the options on the GPU; wgpu tests of the backend itself are elsewhere.
@@ -873,31 +816,17 @@ fn wgpu_gives_the_bits_of_the_facade() {
         eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
         return;
     }
-    let on_gpu = |cases: Vec<Case>, step| -> Vec<Case> {
-        let sample = cases.into_iter().step_by(step);
-        sample.map(|case| Case { backend: BackendName::Wgpu, ..case }).collect()
-    };
-    check::<f32>(&on_gpu(masks(), 3));
-    check::<f32>(&on_gpu(batches(), 2));
-    check::<bf16>(&on_gpu(masks(), 4));
+    check::<f32>(&cases()[..1], BackendName::Wgpu);
+    check::<bf16>(&batches()[2..3], BackendName::Wgpu);
     // a cache is on the backend as well, which has no reproducible order
-    for (backend, want) in
-        [(ANNULUS_BACKEND_CPU, ANNULUS_SUCCESS), (ANNULUS_BACKEND_WGPU, ANNULUS_UNSUPPORTED)]
-    {
-        let mut options = options(Dims { q_len: 0, kv_len: 0, ..DIMS });
-        (options.reproducible, options.backend) = (1, backend);
-        let (attention, mut cache) = (attention(&options), ptr::null_mut());
-        // SAFETY: a pointer to a local
-        let status = unsafe { annulus_cache_create_threads(attention, 1, &raw mut cache) };
-        assert_eq!(status, want, "{}", last_error());
-        ok(annulus_attention_destroy(attention));
-        if !cache.is_null() {
-            ok(annulus_cache_destroy(cache));
-        }
-    }
+    let mut options = options(Dims { q_len: 0, kv_len: 0, ..DIMS });
+    (options.reproducible, options.backend) = (1, ANNULUS_BACKEND_WGPU);
+    let (attention, mut cache) = (attention(&options), ptr::null_mut());
+    // SAFETY: a pointer to a local
+    let status = unsafe { annulus_cache_create_threads(attention, 1, &raw mut cache) };
+    assert_eq!(status, ANNULUS_UNSUPPORTED, "{}", last_error());
+    ok(annulus_attention_destroy(attention));
 }
-
-type Change = fn(&mut annulus_options);
 
 #[test]
 fn a_backend_that_is_not_there_is_refused_by_name() {
@@ -954,8 +883,9 @@ fn annulus_feature_names() -> impl Iterator<Item = &'static str> {
 fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
     let data = Data::<f32>::of(DIMS, None, None);
     let case = batches().into_iter().find(|case| case.name == "cum_seqlens").unwrap();
-    let want = by_c(&case, &data);
-    let none = by_c(&Case::new("", |o| o.causal = 1, Attention::new()), &data);
+    let want = by_c(&case, &data, BackendName::Cpu);
+    let none = Case::with_batch("none", Batch::default());
+    let none = by_c(&none, &data, BackendName::Cpu);
     assert!(want != none, "cum_seqlens have no effect");
 
     let plan = plan_of_threads(&annulus_options { causal: 1, ..options(DIMS) }, RANKS);

@@ -117,13 +117,12 @@ type PlanRing<'a> = &'a dyn Fn(&Setup, Dims, usize) -> Result<LocalRing>;
 
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Setup {
-    let attention = attention(case).reproducible(case.spec.leaf_rows.is_some());
     let division = Division::new()
         .layout(setting.layout.clone())
         .route(setting.route)
         .strategy(setting.strategy)
         .receive_ahead(setting.receive_ahead);
-    Setup::from((attention, division))
+    Setup::from((attention(case), division))
 }
 
 /// Computes a case by the ring that `plan(setup, dims, ranks)` plans.

@@ -17,15 +17,15 @@ use annulus::{
 use annulus_comm::threads;
 use annulus_conformance::{
     Case, Draw, Masks, epsilon,
-    suite::{dense_twin, lists},
+    suite::{dense_twin, lists, with_bias_table},
 };
 use annulus_core::{
-    BiasTable, KeyLists, Spec,
+    KeyLists, Spec,
     oracle::{self, Direction},
 };
-use annulus_test_cases::facade::{as_bias, attention};
+use annulus_test_cases::facade::{CaseTensors, as_bias, attention, widen};
 use half::{bf16, f16};
-use ndarray::{Array, Array2, Array4, ArrayViewD, Dimension};
+use ndarray::{Array, Array4, ArrayViewD, Dimension};
 
 /// A case and a direction in the space of its inputs.
 struct Directed {
@@ -122,66 +122,38 @@ impl Directed {
     }
 
     fn computed_in<T: Element>(&self, ring: &mut LocalRing) -> Result<Results> {
-        fn cast<T: Element, D: Dimension>(tensor: &Array<f64, D>) -> Array<T, D> {
-            tensor.mapv(T::from_f64)
-        }
-        fn widened<T: Element, D: Dimension>(tensor: &Array<T, D>) -> Array<f64, ndarray::IxDyn> {
-            tensor.mapv(|x| x.to_f64()).into_dyn()
-        }
-        struct Owned<T: Element> {
-            qkv: [Array4<T>; 3],
-            bias: Option<Array4<T::Accumulator>>,
-            sinks: Option<Array2<T::Accumulator>>,
-        }
-        impl<T: Element> Owned<T> {
-            fn of(case: &Case) -> Self {
-                Self {
-                    qkv: [&case.q, &case.k, &case.v].map(cast),
-                    bias: case.bias.as_ref().map(cast),
-                    sinks: case.sinks.as_ref().map(cast),
-                }
-            }
-            fn tensors(&self) -> Tensors<'_, T> {
-                let [q, k, v] = self.qkv.each_ref().map(|tensor| tensor.view());
-                Tensors {
-                    bias: self.bias.as_ref().map(|bias| bias.view()),
-                    softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
-                    ..Tensors::new(q, k, v)
-                }
-            }
-        }
         if self.case.batch != Batch::default() {
             ring.update(&self.case.batch)?;
         }
-        let primal = Owned::<T>::of(&self.case);
-        let direction = Owned::<T>::of(&self.direction);
-        let dout: Array4<T> = cast(&self.case.dout);
-        let dlse = self.case.dlse.as_ref().map(cast::<T::Accumulator, _>);
+        let primal = CaseTensors::<T>::new(&self.case, None);
+        let direction = CaseTensors::<T>::new(&self.direction, None);
         let list_bias = lists_with_bias(&self.direction).and_then(|lists| lists.bias());
         let jvp = ring.jvp(&primal.tensors(), &direction.tensors(), list_bias)?;
-        let dlse = dlse.as_ref().map(|dlse| dlse.view());
-        let (primal, direction) = (primal.tensors(), direction.tensors());
-        let double = ring.double_backward(&primal, dout.view(), dlse, &direction, list_bias)?;
+        let dlse = primal.dlse.as_ref().map(|dlse| dlse.view());
+        let (dout, tensors) = (primal.dout.view(), primal.tensors());
+        let double = ring.double_backward(&tensors, dout, dlse, &direction.tensors(), list_bias)?;
         let sent = |report: &annulus::Report| report.bytes_sent == report.bytes_predicted;
         assert!(jvp.reports.iter().chain(&double.inputs.reports).all(sent));
         let bits = |x: &T| if x.to_f64().is_nan() { u64::MAX } else { x.to_f64().to_bits() };
         assert!(jvp.out_tangent.iter().map(bits).eq(double.ddout.iter().map(bits)));
         let gradients = double.inputs;
         let mut results = vec![
-            ("out", widened(&jvp.out)),
-            ("lse", widened(&jvp.lse)),
-            ("ddout", widened(&double.ddout)),
-            ("ddlse", widened(&double.ddlse)),
-            ("dq", widened(&gradients.dq)),
-            ("dk", widened(&gradients.dk)),
-            ("dv", widened(&gradients.dv)),
+            ("out", widen(&jvp.out).into_dyn()),
+            ("lse", widen(&jvp.lse).into_dyn()),
+            ("ddout", widen(&double.ddout).into_dyn()),
+            ("ddlse", widen(&double.ddlse).into_dyn()),
+            ("dq", widen(&gradients.dq).into_dyn()),
+            ("dk", widen(&gradients.dk).into_dyn()),
+            ("dv", widen(&gradients.dv).into_dyn()),
         ];
-        results.extend(gradients.dbias.map(|dbias| ("dbias", widened(&dbias))));
+        results.extend(gradients.dbias.map(|dbias| ("dbias", widen(&dbias).into_dyn())));
         if let Some(lists) = lists_with_bias(&self.case) {
             let dbias = ring.list_bias_gradient().unwrap();
             results.push(("dbias", as_bias(lists, &dbias, self.case.spec.dims.kv_len).into_dyn()));
         }
-        results.extend(gradients.dsoftmax_aux.map(|dsinks| ("dsoftmax_aux", widened(&dsinks))));
+        results.extend(
+            gradients.dsoftmax_aux.map(|dsinks| ("dsoftmax_aux", widen(&dsinks).into_dyn())),
+        );
         Ok(results)
     }
 
@@ -205,7 +177,10 @@ impl Directed {
                 want.iter().filter(|x| x.is_finite()).fold(0.0, |a: f64, x| a.max(x.abs()));
             let wide = epsilon(dtype.accumulator());
             let narrow = if dtype == dtype.accumulator() { wide } else { epsilon(dtype) };
-            let bound = FACTOR * wide * (change / DELTA + largest + 1.0) + narrow * largest;
+            // an entry of a table sums terms of many pairs, which may cancel whatever the change
+            let of_table = *name == "dbias" && self.case.spec.bias_table.is_some();
+            let factor = if of_table { 8.0 * FACTOR } else { FACTOR };
+            let bound = factor * wide * (change / DELTA + largest + 1.0) + narrow * largest;
             if got.shape() != want.shape() {
                 return Err(format!("{name}: shape {:?}, want {:?}", got.shape(), want.shape()));
             }
@@ -287,78 +262,25 @@ fn check(cases: impl Iterator<Item = (u64, Case)>, dtype: DType) {
 }
 
 #[test]
-fn random_attentions_in_f64_have_the_second_derivatives_of_the_oracle() {
+fn random_attentions_have_the_second_derivatives_of_the_oracle() {
     check((0..200).map(|seed| (seed, Case::random(seed))), DType::F64);
-}
-
-#[test]
-fn random_attentions_in_f32_and_16_bits_have_the_second_derivatives_of_the_oracle() {
     for (first, dtype) in [(1000, DType::F32), (2000, DType::Bf16), (3000, DType::F16)] {
         check((first..first + 60).map(|seed| (seed, Case::random(seed))), dtype);
     }
-}
-
-#[test]
-fn long_attentions_have_the_second_derivatives_of_the_oracle() {
     for (first, dtype) in [(4000, DType::F64), (5000, DType::F32), (6000, DType::Bf16)] {
         check((first..first + 12).map(|seed| (seed, Case::random_long(seed))), dtype);
     }
 }
 
-/// A table, with one of its values and its direction −∞ and 0: results are those of the equal dense
-/// bias, and its gradient is the sum of theirs.
 #[test]
-fn a_bias_table_has_the_second_derivatives_of_the_equal_dense_bias() {
-    let kinds = ["clipped:5,9", "t5:8,20", "t5-causal:6,16", "grid:3x7", "clipped:200,3"];
-    for (seed, text) in (9000..).zip(kinds) {
-        let draw = &mut Draw::new(seed);
-        let table: BiasTable = text.parse().unwrap();
-        let dims = Dims { kv_heads: 2, ..Dims::new(2, 150, 4, 6) };
-        let orders = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap];
-        let spec = Spec {
-            bias: Some([1, 4, 150, 150]),
-            bias_order: orders[usize::from(seed % 3 == 0)],
-            soft_cap: (seed % 2 == 1).then_some(3.0),
-            ..Spec::new(dims, DType::F64)
+fn attentions_with_a_bias_table_have_the_second_derivatives_of_the_oracle() {
+    for (first, dtype) in [(9000, DType::F64), (9100, DType::F32), (9200, DType::Bf16)] {
+        let tabled = |seed| {
+            let draw = &mut Draw::new(seed);
+            let case = if seed % 4 == 0 { Case::random_long(seed) } else { Case::random(seed) };
+            (seed, with_bias_table(case, draw))
         };
-        let masks = Masks { causal: seed % 3 == 1, ..Masks::default() };
-        let mut dense = Directed::of(Case::new(text, spec, masks, draw), draw);
-        let of_table =
-            attention(&dense.case).bias(None).bias_table(table.clone()).second_derivatives(true);
-        let mut tabled = Directed { case: dense.case.clone(), direction: dense.direction.clone() };
-        let pairs = [&mut dense.case, &mut dense.direction];
-        let tables = [&mut tabled.case, &mut tabled.direction];
-        for ((pairs, tables), hidden) in pairs.into_iter().zip(tables).zip([f64::NEG_INFINITY, 0.0])
-        {
-            let mut values = Array4::from_shape_simple_fn(table.shape(4), || draw.normal());
-            values[[0, 1, 0, 2]] = hidden;
-            let of = |(_, h, i, j): (usize, usize, usize, usize)| {
-                values[[0, h, 0, table.index(i as i64, j as i64)]]
-            };
-            pairs.bias = Some(Array4::from_shape_fn((1, 4, 150, 150), of));
-            tables.bias = Some(values);
-        }
-        let want = dense.computed(&mut ring(&dense.case, Division::new(), 1, 1).unwrap()).unwrap();
-        for ranks in [1, 2, 3] {
-            let runtime = Runtime::new().threads(2);
-            let setup = (of_table.clone(), Division::new(), runtime);
-            let got = tabled.computed(&mut LocalRing::new(setup, dims, ranks).unwrap()).unwrap();
-            for ((name, got), (_, want)) in got.iter().zip(&want) {
-                let mut of_table = Array::zeros(got.raw_dim());
-                let want = if *name == "dbias" {
-                    for (at, x) in want.indexed_iter() {
-                        let entry = table.index(at[2] as i64, at[3] as i64);
-                        of_table[[0, at[1], 0, entry]] += x;
-                    }
-                    &of_table
-                } else {
-                    want
-                };
-                let largest = want.iter().fold(1.0, |a: f64, x| a.max(x.abs()));
-                let same = |(a, b): (&f64, &f64)| a == b || (a - b).abs() <= 1e-12 * largest;
-                assert!(got.iter().zip(want).all(same), "{text} {name} on {ranks} ranks");
-            }
-        }
+        check((first..first + 30).map(tabled), dtype);
     }
 }
 

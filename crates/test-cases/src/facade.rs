@@ -23,7 +23,13 @@ pub fn attention(case: &Case) -> Attention {
         .logits_dtype(spec.logits_dtype)
         .precision(spec.precision)
         .backward_mode(spec.backward)
-        .unnormalized(!spec.normalize);
+        .unnormalized(!spec.normalize)
+        .statistics(spec.statistics)
+        .reproducible(spec.leaf_rows.is_some());
+    let attention = match &spec.bias_table {
+        Some(table) => attention.bias(None).bias_table(table.clone()),
+        None => attention,
+    };
     let attention = match &spec.bias_function {
         Some(function) => attention.bias_function(Arc::clone(function)),
         None => attention,
@@ -168,19 +174,22 @@ both_passes!(LocalRing);
 both_passes!(Plan);
 
 /// Tensors of a case, rounded to `T`.
-struct CaseTensors<T: Element> {
+#[derive(Debug)]
+pub struct CaseTensors<T: Element> {
     q: Array4<T>,
     k: Array4<T>,
     v: Array4<T>,
     bias: Option<Array4<T::Accumulator>>,
     sinks: Option<Array2<T::Accumulator>>,
-    dout: Array4<T>,
-    dlse: Option<Array3<T::Accumulator>>,
+    /// As [`Case::dout`].
+    pub dout: Array4<T>,
+    /// As [`Case::dlse`].
+    pub dlse: Option<Array3<T::Accumulator>>,
 }
 
 impl<T: Element> CaseTensors<T> {
     /// Rounds the tensors of these queries and keys, or all.
-    fn new(case: &Case, rows: Option<[&[usize]; 2]>) -> Self {
+    pub fn new(case: &Case, rows: Option<[&[usize]; 2]>) -> Self {
         let [q_rows, kv_rows] = rows.map_or([None; 2], |rows| rows.map(Some));
         let of = |tensor: &Array4<f64>, rows: Option<&[usize]>| match rows {
             Some(rows) => narrow(&tensor.select(Axis(1), rows)),
@@ -205,17 +214,22 @@ impl<T: Element> CaseTensors<T> {
         }
     }
 
+    /// Returns the inputs of a forward pass.
+    pub fn tensors(&self) -> Tensors<'_, T> {
+        Tensors {
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
+            ..Tensors::new(self.q.view(), self.k.view(), self.v.view())
+        }
+    }
+
     fn compute(
         &self,
         plan: &mut impl BothPasses,
         times: usize,
         out_residual: bool,
     ) -> Result<Vec<Answer>> {
-        let tensors = Tensors {
-            bias: self.bias.as_ref().map(|bias| bias.view()),
-            softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
-            ..Tensors::new(self.q.view(), self.k.view(), self.v.view())
-        };
+        let tensors = self.tensors();
         let mut once = || {
             let mut forward = plan.forward(&tensors)?;
             forward.out_residual.take_if(|_| !out_residual);

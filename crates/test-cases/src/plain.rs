@@ -173,8 +173,8 @@ impl Row<'_> {
             add_scaled(sums, &mut dq, scaled, vector(&self.case.k, [b, j, kv_head]));
             add_scaled(sums, vector_mut(&mut answer.dk, [b, j, kv_head]), scaled, q);
             add_scaled(sums, vector_mut(&mut answer.dv, [b, j, kv_head]), weight, dout);
-            if let Some(dbias) = &mut answer.dbias {
-                let index = broadcast(dbias.dim().into(), [b, h, i, j]);
+            if let (Some(dbias), Some(column)) = (&mut answer.dbias, self.bias_column(j)) {
+                let index = broadcast(dbias.dim().into(), [b, h, i, column]);
                 dbias[index] = sums.round(
                     dbias[index]
                         + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds },
@@ -239,16 +239,26 @@ impl Row<'_> {
     /// Returns the bias of the pair with key `j`, tensor and function; `None` if either is −∞.
     fn bias(&self, j: usize) -> Option<f64> {
         let [b, h, i] = self.at;
+        let column = self.bias_column(j)?;
         let tensor = self
             .case
             .bias
             .as_ref()
-            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
+            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, column])]);
         let query = self.visibility.query(b, h, i)?;
         let key = self.visibility.key(b, j)?;
         let computed =
             self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
+    }
+
+    /// Returns the last index of the bias tensor for key `j`: the key, or the entry of a table.
+    fn bias_column(&self, j: usize) -> Option<usize> {
+        let [b, h, i] = self.at;
+        let Some(table) = &self.spec.bias_table else { return Some(j) };
+        let [query, key] =
+            [self.visibility.query(b, h, i)?.position, self.visibility.key(b, j)?.position];
+        Some(table.index(query, key))
     }
 
     /// Returns the sinks of this head, without those of −∞.

@@ -202,7 +202,7 @@ fn forced(name: &str) {
         return;
     }
     let case = support::case(Spec::new(Dims::new(1, 100, 2, 24), DType::F32), &mut Draw::new(1));
-    let rank = Rank::<f32>::new(&case, &Layout::Contiguous, 0, 1).unwrap();
+    let rank = Rank::new(&case).unwrap();
     assert_eq!(cpu.workspace(&rank.shard, annulus_core::Passes::Both).unwrap().isa(), isa);
     let run = |cpu: &Make<'_>| case.run(cpu, &Layout::Contiguous, 1).unwrap();
     let got = run(&|| Cpu::new(1));

@@ -18,7 +18,7 @@ use crate::{
 
 fn forward(
     cpu: &Cpu,
-    rank: &Rank<f32>,
+    rank: &Rank,
     inputs: &Inputs<HostView<'_>>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     forward_of(cpu, rank, inputs, LocalKv::Records)
@@ -26,7 +26,7 @@ fn forward(
 
 fn forward_of(
     cpu: &Cpu,
-    rank: &Rank<f32>,
+    rank: &Rank,
     inputs: &Inputs<HostView<'_>>,
     local_kv: LocalKv,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
@@ -41,39 +41,36 @@ fn forward_of(
 }
 
 /// A buffer for the rank's K and V.
-fn kv_buffer(rank: &Rank<f32>) -> HostBuffer {
+fn kv_buffer(rank: &Rank) -> HostBuffer {
     rank.keys_buffer(rank.shard.spec.kv_row_layout()).unwrap()
 }
 
 /// The block of all of a rank's keys, in a buffer.
-fn block<'a>(buffer: &'a HostBuffer, rank: &'a Rank<f32>) -> Block<'a, Host> {
+fn block<'a>(buffer: &'a HostBuffer, rank: &'a Rank) -> Block<'a, Host> {
     Block { buffer, ready: &(), rows: &rank.shard.keys, first_local: None }
 }
 
 /// Starts a one-pass backward.
-fn backward<'p>(workspace: &'p mut CpuWorkspace, rank: &'p Rank<f32>) -> CpuBackward<'p> {
+fn backward<'p>(workspace: &'p mut CpuWorkspace, rank: &'p Rank) -> CpuBackward<'p> {
     workspace.backward(rank.backward_inputs(), BackwardMode::OnePass, &mut keep_going).unwrap()
 }
 
 /// Local keys of a pass that packs all of them.
-fn all_keys(rank: &Rank<f32>) -> RowSet {
+fn all_keys(rank: &Rank) -> RowSet {
     LocalKv::Records.sent(rank.shard.keys.len())
 }
 
 /// Returns out and lse.
-fn finish(
-    rank: &Rank<f32>,
-    pass: CpuForward<'_>,
-) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
+fn finish(rank: &Rank, pass: CpuForward<'_>) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
     let mut out = rank.out.clone();
     let mut lse = rank.lse.clone();
     pass.finish(&mut outputs(&mut out, &mut lse), &mut keep_going)?;
     Ok((out, lse))
 }
 
-fn rank(dims: Dims) -> Rank<f32> {
+fn rank(dims: Dims) -> Rank {
     let case = support::case(Spec::new(dims, DType::F32), &mut Draw::new(11));
-    Rank::new(&case, &Layout::Contiguous, 0, 1).unwrap()
+    Rank::new(&case).unwrap()
 }
 
 #[test]
@@ -187,8 +184,7 @@ fn a_break_ends_the_call_early() {
 fn ticks_of_finish(threads: usize, flow: ControlFlow<()>) -> [usize; 2] {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.sinks = Some(SinkShape { per_head: false, count: 8192 });
-    let rank: Rank<f32> =
-        Rank::new(&support::case(spec, &mut Draw::new(12)), &Layout::Contiguous, 0, 1).unwrap();
+    let rank = Rank::new(&support::case(spec, &mut Draw::new(12))).unwrap();
     let cpu = Cpu::new(threads).unwrap();
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both).unwrap();
     let mut ticks = [0; 2];
@@ -225,8 +221,7 @@ fn passes_of_many_sinks_tick_while_they_finish() {
 fn ticks_of_bias(shape: [usize; 4], flow: ControlFlow<()>) -> usize {
     let mut spec = Spec::new(Dims::new(1, 300, 8, 8), DType::F32);
     spec.bias = Some(shape);
-    let rank: Rank<f32> =
-        Rank::new(&support::case(spec, &mut Draw::new(13)), &Layout::Contiguous, 0, 1).unwrap();
+    let rank = Rank::new(&support::case(spec, &mut Draw::new(13))).unwrap();
     let mut workspace = Cpu::new(1).unwrap().workspace(&rank.shard, Passes::Both).unwrap();
     let dkv = rank.keys_buffer(rank.shard.spec.gradient_row_layout()).unwrap();
     let mut ticks = 0;

@@ -3,14 +3,17 @@
 
 use std::{ops::ControlFlow, sync::Arc};
 
-use annulus::{Division, LocalRing, Plan, Tensors};
+use annulus::{Attention, Division, LocalRing, Plan};
 use annulus_core::{
     BackwardInputs, BackwardPass, DType, Element, Gradients, HostBuffer, HostView, HostViewMut,
     Inputs, Outputs, RankShard, Result, RowSet, Rows, Side, Tick,
 };
 use annulus_cpu::Cpu;
 use annulus_plan::Layout;
-use annulus_test_cases::{Answer, Case, facade};
+use annulus_test_cases::{
+    Answer, Case,
+    facade::{self, CaseTensors},
+};
 use half::{bf16, f16};
 use ndarray::{Array3, Array4, ArrayViewMut4, Axis};
 
@@ -37,14 +40,25 @@ pub(crate) type Make<'a> = dyn Fn() -> Result<Cpu> + Sync + 'a;
 pub(crate) trait OnRanks {
     fn case(&self) -> &Case;
 
-    /// Computes both passes on a ring of `ranks` ranks, each with its own backend.
-    fn run(&self, cpu: &Make<'_>, layout: &Layout, ranks: usize) -> Result<Answer> {
-        let (case, dims) = (self.case(), self.case().spec.dims);
-        let attention = facade::attention(case).reproducible(case.spec.leaf_rows.is_some());
+    /// Makes a ring of `ranks` ranks, each with its own backend.
+    fn ring(
+        &self,
+        attention: Attention,
+        cpu: &Make<'_>,
+        layout: &Layout,
+        ranks: usize,
+    ) -> Result<LocalRing> {
+        let dims = self.case().spec.dims;
         let setup = (attention, Division::new().layout(layout.clone()));
-        let mut ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
+        LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
             Plan::with_backend(setup, dims, cpu()?, endpoint)
-        })?;
+        })
+    }
+
+    /// Computes both passes.
+    fn run(&self, cpu: &Make<'_>, layout: &Layout, ranks: usize) -> Result<Answer> {
+        let case = self.case();
+        let mut ring = self.ring(facade::attention(case), cpu, layout, ranks)?;
         Ok(facade::compute(case, &mut ring, 1, false)?.remove(0))
     }
 
@@ -55,23 +69,13 @@ pub(crate) trait OnRanks {
         layout: &Layout,
         ranks: usize,
     ) -> Result<(Array4<f64>, Array3<f64>)> {
-        let (case, dims) = (self.case(), self.case().spec.dims);
+        let case = self.case();
         let attention = facade::attention(case).forward_only(true);
-        let setup = (attention, Division::new().layout(layout.clone()));
-        let mut ring = LocalRing::from_plans(setup, dims, ranks, |_, setup, endpoint| {
-            Plan::with_backend(setup, dims, cpu()?, endpoint)
-        })?;
+        let mut ring = self.ring(attention, cpu, layout, ranks)?;
         ring.update(&case.batch)?;
         with_element!(case.spec.dtype, E => {
-            let [q, k, v] = [&case.q, &case.k, &case.v].map(facade::narrow::<E, _>);
-            let bias = case.bias.as_ref().map(facade::narrow);
-            let sinks = case.sinks.as_ref().map(facade::narrow);
-            let forward = ring.forward(&Tensors {
-                bias: bias.as_ref().map(|bias| bias.view()),
-                softmax_aux: sinks.as_ref().map(|sinks| sinks.view()),
-                ..Tensors::new(q.view(), k.view(), v.view())
-            })?;
-            Ok((forward.out.mapv(E::to_f64), forward.lse.mapv(|x| x.to_f64())))
+            let forward = ring.forward(&CaseTensors::<E>::new(case, None).tensors())?;
+            Ok((facade::widen(&forward.out), facade::widen(&forward.lse)))
         })
     }
 }
@@ -108,108 +112,54 @@ pub(crate) fn keep_going() -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// One rank's shard.
-pub(crate) struct Rank<E: Element> {
+/// The shard of a rank alone, and its tensors.
+pub(crate) struct Rank {
     pub(crate) shard: RankShard,
-    pub(crate) q: Array4<E>,
-    pub(crate) k: Array4<E>,
-    pub(crate) v: Array4<E>,
-    pub(crate) bias: Option<Array4<E::Accumulator>>,
-    pub(crate) sinks: Option<Array4<E::Accumulator>>,
-    pub(crate) dout: Array4<E>,
-    pub(crate) dlse: Option<Array4<E::Accumulator>>,
-    pub(crate) out: Array4<E>,
-    pub(crate) lse: Array4<E::Accumulator>,
-    pub(crate) max: Array4<E::Accumulator>,
-    pub(crate) sum: Array4<E::Accumulator>,
-    pub(crate) ties: Option<Array4<E::Accumulator>>,
+    pub(crate) q: Array4<f32>,
+    pub(crate) k: Array4<f32>,
+    pub(crate) v: Array4<f32>,
+    pub(crate) bias: Option<Array4<f32>>,
+    pub(crate) sinks: Option<Array4<f32>>,
+    pub(crate) dout: Array4<f32>,
+    pub(crate) out: Array4<f32>,
+    pub(crate) lse: Array4<f32>,
 }
 
-pub(crate) fn typed<E: Element>(array: &Array4<f64>) -> Array4<E> {
-    array.mapv(E::from_f64)
-}
-
-fn rows_of(array: &Array4<f64>, axis: usize, rows: &[u64]) -> Array4<f64> {
-    let rows: Vec<usize> = rows.iter().map(|&row| row as usize).collect();
-    array.select(Axis(axis), &rows)
-}
-
-impl<E: Element> Rank<E> {
-    pub(crate) fn new(case: &Case, layout: &Layout, rank: usize, ranks: usize) -> Result<Self> {
-        let spec = &case.spec;
-        let dims = spec.dims;
-        let numbers = |side, len| -> Vec<u64> {
-            layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect()
-        };
-        let q_rows = numbers(Side::Q, dims.q_len);
-        let kv_rows = numbers(Side::Kv, dims.kv_len);
-        let batch = case.batch.select(&q_rows, &kv_rows).unwrap();
-        let shard = |side| {
-            let shard = layout.local_shard(&dims, spec.alignment, side, rank, ranks, &batch);
+impl Rank {
+    pub(crate) fn new(case: &Case) -> Result<Self> {
+        let (spec, dims) = (&case.spec, case.spec.dims);
+        let rows = |side| {
+            let layout = Layout::Contiguous;
+            let shard = layout.local_shard(&dims, spec.alignment, side, 0, 1, &case.batch);
             let mut rows = Rows::default();
-            shard.expand(&RowSet::all(shard.rows.len()), &mut rows).unwrap();
-            Arc::new(rows)
+            shard.expand(&RowSet::all(shard.rows.len()), &mut rows)?;
+            Ok(Arc::new(rows))
         };
-        let most = |side, len| {
-            (0..ranks).map(|rank| layout.shard(side, len, rank, ranks).len()).max().unwrap_or(0)
-        };
-        let rank_shard = RankShard {
+        let shard = RankShard {
             spec: Arc::new(spec.clone()),
-            queries: shard(Side::Q),
-            keys: shard(Side::Kv),
-            attention_mask: batch.attention_mask.clone().map(Arc::new),
-            key_lists: batch.key_lists.clone(),
+            queries: rows(Side::Q)?,
+            keys: rows(Side::Kv)?,
+            attention_mask: None,
+            key_lists: None,
             received_lists: None,
-            most_block_rows: most(Side::Kv, dims.kv_len),
-            most_query_rows: most(Side::Q, dims.q_len),
+            most_block_rows: dims.kv_len as u64,
+            most_query_rows: dims.q_len as u64,
             leaves: None,
         };
-        let lines = |wanted: bool| {
-            wanted.then(|| {
-                Array4::from_elem(
-                    (dims.batch, dims.q_heads, q_rows.len(), 1),
-                    E::Accumulator::from_f64(7.0),
-                )
-            })
-        };
-        let bias_rows = |bias: &Array4<f64>| {
-            if spec.bias.is_some_and(|shape| shape[2] == 1 && dims.q_len != 1) {
-                bias.clone()
-            } else {
-                rows_of(bias, 2, &q_rows)
-            }
-        };
-        Ok(Self {
-            q: typed(&rows_of(&case.q, 1, &q_rows)),
-            k: typed(&rows_of(&case.k, 1, &kv_rows)),
-            v: typed(&rows_of(&case.v, 1, &kv_rows)),
-            bias: case.bias.as_ref().map(|bias| typed(&bias_rows(bias))),
-            sinks: case
-                .sinks
-                .as_ref()
-                .map(|sinks| typed(&sinks.clone().insert_axis(Axis(2)).insert_axis(Axis(3)))),
-            dout: typed(&rows_of(&case.dout, 1, &q_rows)),
-            dlse: case
-                .dlse
-                .as_ref()
-                .map(|dlse| typed(&rows_of(&dlse.clone().insert_axis(Axis(3)), 2, &q_rows))),
-            out: Array4::from_elem(
-                (dims.batch, q_rows.len(), dims.q_heads, dims.value_dim),
-                E::from_f64(7.0),
-            ),
-            lse: lines(true).unwrap(),
-            max: lines(true).unwrap(),
-            sum: lines(true).unwrap(),
-            ties: lines(!spec.normalize),
-            shard: rank_shard,
-        })
+        let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(facade::narrow);
+        let sinks = case.sinks.clone().map(|sinks| sinks.insert_axis(Axis(2)));
+        let sinks = sinks.map(|sinks| facade::narrow(&sinks.insert_axis(Axis(3))));
+        let out = Array4::from_elem(dout.raw_dim(), 7.0);
+        let lse = Array4::from_elem((dims.batch, dims.q_heads, dims.q_len, 1), 7.0);
+        let bias = case.bias.as_ref().map(facade::narrow);
+        Ok(Self { shard, q, k, v, bias, sinks, dout, out, lse })
     }
 
     pub(crate) fn inputs(&self) -> Inputs<HostView<'_>> {
         Inputs {
-            q: E::view(self.q.view()),
-            k: E::view(self.k.view()),
-            v: E::view(self.v.view()),
+            q: Element::view(self.q.view()),
+            k: Element::view(self.k.view()),
+            v: Element::view(self.v.view()),
             bias: self.bias.as_ref().map(|bias| Element::view(bias.view())),
             sinks: self.sinks.as_ref().map(|sinks| Element::view(sinks.view())),
         }
@@ -218,12 +168,12 @@ impl<E: Element> Rank<E> {
     pub(crate) fn backward_inputs(&self) -> BackwardInputs<HostView<'_>> {
         BackwardInputs {
             forward: self.inputs(),
-            out: E::view(self.out.view()),
-            max: Element::view(self.max.view()),
-            sum: Some(Element::view(self.sum.view())),
-            ties: self.ties.as_ref().map(|ties| Element::view(ties.view())),
-            dout: E::view(self.dout.view()),
-            dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
+            out: Element::view(self.out.view()),
+            max: Element::view(self.lse.view()),
+            sum: Some(Element::view(self.lse.view())),
+            ties: None,
+            dout: Element::view(self.dout.view()),
+            dlse: None,
             out_residual: None,
         }
     }
@@ -234,17 +184,17 @@ impl<E: Element> Rank<E> {
         pass: annulus_cpu::CpuBackward<'_>,
         dkv: &HostBuffer,
         tick: Tick<'_>,
-    ) -> Result<RankGradients<E>> {
-        let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
+    ) -> Result<RankGradients> {
+        let full = |array: &Array4<f32>| Array4::from_elem(array.raw_dim(), 7.0);
         let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(full);
         let [mut dbias, mut dsinks] = [self.bias.clone(), self.sinks.clone()];
         let mut gradients = Gradients {
             dbias: dbias.as_mut().map(|dbias| Element::view_mut(dbias.view_mut())),
             dsinks: dsinks.as_mut().map(|dsinks| Element::view_mut(dsinks.view_mut())),
             ..Gradients::new(
-                E::view_mut(dq.view_mut()),
-                E::view_mut(dk.view_mut()),
-                E::view_mut(dv.view_mut()),
+                Element::view_mut(dq.view_mut()),
+                Element::view_mut(dk.view_mut()),
+                Element::view_mut(dv.view_mut()),
             )
         };
         pass.finish(dkv, &mut gradients, tick)?;
@@ -259,18 +209,18 @@ impl<E: Element> Rank<E> {
 
 /// Gradients of one rank.
 #[derive(PartialEq)]
-pub(crate) struct RankGradients<E: Element> {
-    pub(crate) dq: Array4<E>,
-    pub(crate) dk: Array4<E>,
-    pub(crate) dv: Array4<E>,
-    pub(crate) dbias: Option<Array4<E::Accumulator>>,
-    dsinks: Option<Array4<E::Accumulator>>,
+pub(crate) struct RankGradients {
+    pub(crate) dq: Array4<f32>,
+    pub(crate) dk: Array4<f32>,
+    pub(crate) dv: Array4<f32>,
+    pub(crate) dbias: Option<Array4<f32>>,
+    dsinks: Option<Array4<f32>>,
 }
 
 /// Returns the outputs of a pass without row statistics.
-pub(crate) fn outputs<'a, E: Element>(
-    out: impl Into<ArrayViewMut4<'a, E>>,
-    lse: &'a mut Array4<E::Accumulator>,
+pub(crate) fn outputs<'a>(
+    out: impl Into<ArrayViewMut4<'a, f32>>,
+    lse: &'a mut Array4<f32>,
 ) -> Outputs<HostViewMut<'a>> {
-    Outputs::new(E::view_mut(out.into()), Element::view_mut(lse.view_mut()))
+    Outputs::new(Element::view_mut(out.into()), Element::view_mut(lse.view_mut()))
 }

@@ -7,7 +7,6 @@ use annulus_core::{
     HostBuffer, HostView, Inputs, Passes, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
-use annulus_plan::Layout;
 use annulus_test_cases::Draw;
 use ndarray::{Array4, ArrayView4, Axis, s};
 
@@ -22,9 +21,9 @@ fn dims() -> Dims {
     Dims { q_heads: 4, value_dim: 24, ..Dims::new(1, 128, 2, 16) }
 }
 
-fn rank() -> Rank<f32> {
+fn rank() -> Rank {
     let spec = Spec { mask: Arc::new(mask::Causal::default()), ..Spec::new(dims(), DType::F32) };
-    Rank::new(&support::case(spec, &mut Draw::new(31)), &Layout::Contiguous, 0, 1).unwrap()
+    Rank::new(&support::case(spec, &mut Draw::new(31))).unwrap()
 }
 
 /// Bits of out, lse, dq, dk and dv of a pass over the rank's own keys, forward and backward.
@@ -37,7 +36,7 @@ fn bits(array: &Array4<f32>) -> Vec<u32> {
 
 /// Runs both passes `passes` times in one workspace, with q of the passes before the last scaled.
 /// With `reversed`, the vectors of q, k, v and dO lie backwards in memory, so that they are packed.
-fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_core::Result<Bits> {
+fn run(cpu: &Cpu, rank: &Rank, passes: usize, reversed: bool) -> annulus_core::Result<Bits> {
     let mut workspace = cpu.workspace(&rank.shard, Passes::Both)?;
     let layout = &rank.shard.spec;
     let mut kv = rank.keys_buffer(layout.kv_row_layout())?;
@@ -85,7 +84,7 @@ fn run(cpu: &Cpu, rank: &Rank<f32>, passes: usize, reversed: bool) -> annulus_co
 /// A forward pass in two calls of the same block, of which the first keeps packed queries.
 fn forward(
     workspace: &mut annulus_cpu::CpuWorkspace,
-    rank: &Rank<f32>,
+    rank: &Rank,
     (inputs, local_kv): (&annulus_core::Inputs<HostView<'_>>, LocalKv),
     kv: &mut HostBuffer,
     [out, lse]: [&mut Array4<f32>; 2],

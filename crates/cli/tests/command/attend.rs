@@ -2,11 +2,15 @@
 //! all rows.
 
 use annulus::{Attention, BiasOrder, SinkShape, bias::BiasTable};
-use annulus_core::{Batch, DType, DenseMask, Dims, oracle};
-use ndarray::{Array, Array2, Array3, Array4, Axis};
-use serde_json::Value;
+use annulus_core::{DType, Dims};
+use annulus_test_cases::{Answer, Case, golden};
+use ndarray::{Array4, Axis};
+use serde_json::{Value, json};
 
-use crate::support::{Folder, Tensors};
+use crate::{
+    check,
+    support::{Folder, Tensors},
+};
 
 /// Command line of an input with every optional tensor.
 const MAKE: &str = "make --output in.safetensors --batch 2 --q-len 23 --kv-len 29 --heads 4 \
@@ -15,72 +19,38 @@ const MAKE: &str = "make --output in.safetensors --batch 2 --q-len 23 --kv-len 2
 const DIMS: Dims =
     Dims { batch: 2, q_len: 23, kv_len: 29, q_heads: 4, kv_heads: 2, head_dim: 6, value_dim: 5 };
 
-fn array4(file: &Tensors, name: &str) -> Array4<f64> {
-    let shape = &file.all[name].1;
-    Array::from_shape_vec([shape[0], shape[1], shape[2], shape[3]], file.numbers(name)).unwrap()
-}
-
-/// Batch of the input file.
-fn batch(file: &Tensors) -> Batch {
-    let ids = |name: &str| {
-        let (_, shape, bytes) = &file.all[name];
-        let ids = bytes.as_chunks::<4>().0.iter().map(|bytes| i32::from_le_bytes(*bytes)).collect();
-        Array2::from_shape_vec([shape[0], shape[1]], ids).unwrap()
-    };
-    let mask = file.all["attention_mask"].2.clone();
-    let mask = Array4::from_shape_vec([1, 1, DIMS.q_len, DIMS.kv_len], mask).unwrap();
-    Batch {
-        q_segment_ids: Some(ids("q_segment_ids")),
-        kv_segment_ids: Some(ids("kv_segment_ids")),
-        attention_mask: Some(DenseMask::from_integers(mask.view())),
-        ..Batch::default()
-    }
+/// The tensors of the input file, as `annulus check` reads them.
+fn read(folder: &Folder) -> Case {
+    let mut entry = check::case("in");
+    entry["dims"] = json!({
+        "batch": 2, "q_len": 23, "kv_len": 29, "q_heads": 4, "kv_heads": 2, "head_dim": 6,
+        "value_dim": 5
+    });
+    entry["params"]["softmax_aux"] = "per_head".into();
+    entry["tolerance"] = json!({});
+    check::write(folder, &[entry]);
+    let mut all = golden::read(&folder.path("")).unwrap();
+    std::fs::remove_file(folder.path("index.json")).unwrap();
+    all.remove(0).case
 }
 
 /// Computes the output tensors with the oracle, by name.
-fn expected(file: &Tensors, attention: &Attention) -> Vec<(&'static str, Vec<f64>)> {
-    let spec = attention
-        .clone()
-        .dtype(DType::F64)
-        .bias([1, 4, 1, 29])
-        .softmax_aux(SinkShape::per_head(2))
-        .spec(DIMS)
-        .unwrap();
-    let batch = batch(file);
-    let q = array4(file, "query");
-    let k = array4(file, "key");
-    let v = array4(file, "value");
-    let bias = array4(file, "bias");
-    let dout = array4(file, "dout");
-    let sinks = Array2::from_shape_vec([4, 2], file.numbers("softmax_aux")).unwrap();
-    let dlse = Array3::from_shape_vec([2, 4, 23], file.numbers("dlse")).unwrap();
-    let problem = oracle::Problem {
-        spec: &spec,
-        batch: &batch,
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        bias: Some(bias.view()),
-        sinks: Some(sinks.view()),
+fn expected(file: &Case, attention: &Attention) -> Vec<(&'static str, Vec<f64>)> {
+    let attention = attention.clone().dtype(DType::F64).bias([1, 4, 1, 29]);
+    let spec = attention.softmax_aux(SinkShape::per_head(2)).spec(DIMS).unwrap();
+    let truth = Case { spec: spec.clone(), ..file.clone() }.truth().unwrap();
+    let statistics = truth.forward.statistics.clone();
+    let truth = Answer::of(truth, spec.normalize);
+    let is_written = |name: &str| match name {
+        "max" | "sum" => !spec.normalize,
+        name => name != "ties",
     };
-    let forward = oracle::forward(&problem).unwrap();
-    let backward = oracle::backward(&problem, dout.view(), Some(dlse.view())).unwrap();
-    let mut all = vec![
-        ("out", forward.out.iter().copied().collect()),
-        ("lse", forward.lse.iter().copied().collect()),
-        ("dq", backward.dq.iter().copied().collect()),
-        ("dk", backward.dk.iter().copied().collect()),
-        ("dv", backward.dv.iter().copied().collect()),
-        ("dbias", backward.dbias.iter().flatten().copied().collect()),
-        ("dsoftmax_aux", backward.dsinks.iter().flatten().copied().collect()),
-    ];
-    if !spec.normalize {
-        all.push(("max", forward.max.iter().copied().collect()));
-        all.push(("sum", forward.sum.iter().copied().collect()));
-    }
+    let arrays = truth.arrays().into_iter().filter(|(name, _)| is_written(name));
+    let mut all: Vec<_> =
+        arrays.map(|(name, array)| (name, array.iter().copied().collect())).collect();
     if spec.statistics {
-        all.push(("statistics", forward.statistics.iter().copied().collect()));
-        all.push(("head_statistics", by_head(&forward.statistics)));
+        all.push(("statistics", statistics.iter().copied().collect()));
+        all.push(("head_statistics", by_head(&statistics)));
     }
     all
 }
@@ -116,7 +86,7 @@ fn same(got: &Tensors, want: &[(&'static str, Vec<f64>)], tolerance: f64) {
 fn flags_change_the_result_as_the_oracle_does() {
     let folder = Folder::new("attend_all");
     folder.succeed(MAKE);
-    let file = Tensors::read(&folder.path("in.safetensors"));
+    let file = read(&folder);
     let attend = "attend --input in.safetensors --output out.safetensors --sinks per-head \
                   --backward --dtype f64";
     let window = || Attention::new().causal(true).sliding_window(9, None).attention_sink_size(2);
@@ -177,7 +147,7 @@ fn key_lists_are_the_equal_dense_mask() {
     let folder = Folder::new("attend_lists");
     folder.succeed(MAKE);
     let file = Tensors::read(&folder.path("in.safetensors"));
-    let want = expected(&file, &Attention::new());
+    let want = expected(&read(&folder), &Attention::new());
     let [mut offsets, mut indices] = [vec![0], Vec::new()];
     for row in file.all["attention_mask"].2.chunks_exact(DIMS.kv_len) {
         indices.extend((0..).zip(row).filter(|(_, visible)| **visible != 0).map(|(key, _)| key));
@@ -222,21 +192,13 @@ fn key_lists_are_the_equal_dense_mask() {
     want.push(("dkey_list_bias", gradient));
     for (ranks, layout) in [(1, "contiguous"), (3, "zigzag")] {
         let ring = format!("--ranks {ranks} --layout {layout} --dtype f64");
-        let result = folder.succeed(&format!("{} {ring}", attend.replace("--dtype f64", "")));
+        let sent = folder.json(&format!("{} {ring} --json", attend.replace("--dtype f64", "")));
         same(&Tensors::read(&folder.path("out.safetensors")), &want, 1e-12);
         // the plan of the same lists has the bytes that were sent
-        let planned = folder.succeed(&format!("plan --lists lists.safetensors {ring} --json -"));
-        let planned: serde_json::Value = serde_json::from_str(&planned.out).unwrap();
-        for pass in ["forward_bytes", "backward_bytes"] {
-            let bytes = planned[pass].as_u64().unwrap();
-            assert_eq!(bytes > 0, ranks > 1);
-            let digits = bytes.to_string();
-            let split = digits.len() % 3;
-            let groups =
-                digits.as_bytes()[split..].chunks(3).map(|of| std::str::from_utf8(of).unwrap());
-            let groups: Vec<&str> = std::iter::once(&digits[..split]).chain(groups).collect();
-            let text = format!("({} bytes)", groups.join(" ").trim());
-            assert!(ranks == 1 || result.out.contains(&text), "{pass} {text}: {result:?}");
+        let planned = folder.plan(&format!("--lists lists.safetensors {ring}"));
+        for (index, pass) in ["forward_bytes", "backward_bytes"].into_iter().enumerate() {
+            assert_eq!(planned[pass].as_u64().unwrap() > 0, ranks > 1);
+            assert_eq!(planned[pass], sent["passes"][index]["bytes_sent"], "{pass}");
         }
     }
     let halo = folder.succeed(
@@ -253,8 +215,7 @@ fn key_lists_are_the_equal_dense_mask() {
 fn element_types_are_converted_on_reading() {
     let folder = Folder::new("attend_types");
     folder.succeed(MAKE);
-    let want =
-        expected(&Tensors::read(&folder.path("in.safetensors")), &Attention::new().causal(true));
+    let want = expected(&read(&folder), &Attention::new().causal(true));
     for (dtype, name, tolerance) in
         [("f32", "F32", 1e-4), ("bf16", "BF16", 0.15), ("f16", "F16", 0.05)]
     {
@@ -333,19 +294,6 @@ fn decode(folder: &Folder, flags: &str) -> Value {
     folder.json(&format!("decode --input in.st --output out.st {flags} --json"))
 }
 
-/// Compares tensors of two files, of the last rows of the first one.
-fn close(folder: &Folder, [got, want]: [&str; 2], tolerance: f64) {
-    let [got, want] = [got, want].map(|name| Tensors::read(&folder.path(name)));
-    for name in ["out", "lse"] {
-        let [got, want] = [&got, &want].map(|file| file.numbers(name));
-        assert_eq!(got.len(), want.len(), "{name}");
-        for (index, (got, want)) in got.iter().zip(&want).enumerate() {
-            let error = (got - want).abs() / want.abs().max(1.0);
-            assert!(error < tolerance, "{name} {index}: {got}, {want}");
-        }
-    }
-}
-
 #[test]
 fn a_prefill_and_tokens_are_one_attention() {
     let folder = Folder::new("decode");
@@ -358,7 +306,7 @@ fn a_prefill_and_tokens_are_one_attention() {
             ["--prefill 290 --prefill-chunk 64", "--prefill 0", "--prefill 300 --page-rows 7"]
         {
             let figures = decode(&folder, &format!("{mask} --ranks {ranks} {steps}"));
-            close(&folder, ["out.st", "whole.st"], 2e-5);
+            folder.close(["out.st", "whole.st"], &["out", "lse"], 2e-5);
             assert_eq!(
                 (figures["rows"].as_u64(), figures["ranks"].as_u64()),
                 (Some(300), Some(ranks))

@@ -11,7 +11,7 @@ const DIMS: Dims =
     Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };
 
 /// Causal case in which the bottom-right alignment leaves two rows without visible keys.
-fn case(id: &str) -> Value {
+pub(crate) fn case(id: &str) -> Value {
     let arrays = json!({ "out": 1e-4, "lse": 1e-4, "dq": 1e-4, "dk": 1e-4, "dv": 1e-4 });
     json!({
         "id": id,
@@ -66,7 +66,7 @@ fn tensors() -> Tensors {
         .f64("dv", &[1, 5, 1, 3], backward.dv)
 }
 
-fn write(folder: &Folder, cases: &[Value]) {
+pub(crate) fn write(folder: &Folder, cases: &[Value]) {
     let index = json!({ "format": "annulus-cases-1", "cases": cases });
     std::fs::write(folder.path("index.json"), index.to_string()).unwrap();
 }

@@ -116,6 +116,21 @@ impl Folder {
         self.json(&format!("plan {flags} --json -"))
     }
 
+    /// Requires that these tensors of two files differ by at most `most` times the larger of 1 and
+    /// what is wanted.
+    #[track_caller]
+    pub(crate) fn close(&self, [got, want]: [&str; 2], names: &[&str], most: f64) {
+        let [got, want] = [got, want].map(|name| Tensors::read(&self.path(name)));
+        for name in names {
+            let [got, want] = [&got, &want].map(|file| file.numbers(name));
+            assert_eq!(got.len(), want.len(), "{name}");
+            for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+                let same = got == want || (got - want).abs() <= most * want.abs().max(1.0);
+                assert!(same, "{name} {index}: {got}, {want}");
+            }
+        }
+    }
+
     /// Reads a text file.
     pub(crate) fn text(&self, name: &str) -> String {
         std::fs::read_to_string(self.path(name)).unwrap()

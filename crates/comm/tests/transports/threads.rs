@@ -1,4 +1,5 @@
-//! The module documentation of `threads`, tested line by line.
+//! The module documentation of `threads`, tested line by line, but for what every transport has:
+//! `annulus_conformance::suite::messages`.
 
 use std::{
     thread,
@@ -6,7 +7,7 @@ use std::{
 };
 
 use annulus_comm::{Threads, threads};
-use annulus_core::{Channel::*, Control, Error, Host, HostBuffer, Incoming, Transport};
+use annulus_core::{Channel::*, Control, Error, HostBuffer, Incoming, Transport};
 
 use crate::*;
 
@@ -66,89 +67,6 @@ fn a_message_and_a_receipt_end_a_wait() {
 }
 
 #[test]
-fn a_message_of_another_length_is_an_error() {
-    watched(|| {
-        let (mut a, mut b) = pair();
-        send(&mut a, header(1, PartialGrad, 7, &[0..3]), &buffer(&[0; 3])).unwrap();
-        receive(&mut b, &header(0, PartialGrad, 7, &[0..4]), 4).unwrap();
-        let error = b.progress(Duration::ZERO).unwrap_err();
-        assert_eq!(
-            error,
-            Error::Comm {
-                peer: 0,
-                step: 7,
-                what: "message PartialGrad 7 truncated: got 3 bytes, want 4".into()
-            }
-        );
-        assert_eq!(b.progress(Duration::ZERO).unwrap_err(), error, "and is permanent");
-        assert_eq!(b.start_all_gather(1, &[]).unwrap_err(), error);
-    });
-}
-
-#[test]
-fn a_duplicate_message_is_an_error() {
-    watched(|| {
-        for taken in [false, true] {
-            let (mut a, mut b) = pair();
-            for _ in 0..2 {
-                send(&mut a, header(1, FinalGrad, 3, &[0..1]), &buffer(&[9])).unwrap();
-            }
-            if taken {
-                receive(&mut b, &header(0, FinalGrad, 3, &[0..1]), 1).unwrap();
-            }
-            let error = b.progress(Duration::ZERO).unwrap_err();
-            assert_eq!(
-                error,
-                Error::Comm { peer: 0, step: 3, what: "duplicate message FinalGrad 3".into() }
-            );
-        }
-    });
-}
-
-#[test]
-fn invalid_messages_are_refused_without_effect() {
-    watched(|| {
-        let (mut a, _b) = pair();
-        let block = buffer(&[0; 8]);
-        let refusal = |error: annulus_core::Result<()>| match error.unwrap_err() {
-            Error::InvalidArgument { argument, .. } => argument,
-            other => panic!("{other}"),
-        };
-        assert_eq!(refusal(send(&mut a, header(2, Kv, 1, &[0..8]), &block)), "header.peer");
-        assert_eq!(refusal(send(&mut a, header(1, Kv, 1, &[0..9]), &block)), "header.ranges");
-        let backwards = std::ops::Range { start: 3, end: 2 };
-        assert_eq!(refusal(send(&mut a, header(1, Kv, 1, &[backwards]), &block)), "header.ranges");
-        assert_eq!(refusal(receive(&mut a, &header(1, Kv, 1, &[7..9]), 8)), "header.ranges");
-        assert_eq!(refusal(a.take(&header(1, Kv, 1, &[])).map(drop)), "header");
-        assert_eq!(refusal(a.try_all_gather(1).map(drop)), "round");
-        assert!(!a.pending());
-        assert_eq!(a.bytes_sent(), 0);
-        a.progress(Duration::ZERO).unwrap();
-    });
-}
-
-#[test]
-fn tags_of_receives_grow_and_a_group_may_be_posted_in_any_order() {
-    watched(|| {
-        let (mut a, _b) = pair();
-        let incoming = |tag| Incoming::<Host> {
-            header: header(1, Kv, tag, &[]),
-            buffer: HostBuffer::zeroed(0).unwrap(),
-        };
-        a.post(&[], &mut vec![incoming(5), incoming(3)]).unwrap();
-        assert!(matches!(
-            a.post(&[], &mut vec![incoming(4)]),
-            Err(Error::Comm { peer: 1, step: 4, .. })
-        ));
-        let (mut a, _b) = pair();
-        assert!(matches!(
-            a.post(&[], &mut vec![incoming(4), incoming(4)]),
-            Err(Error::Comm { peer: 1, step: 4, .. })
-        ));
-    });
-}
-
-#[test]
 fn a_receive_needs_a_buffer_of_its_own() {
     watched(|| {
         let (mut a, _b) = pair();
@@ -200,25 +118,6 @@ fn a_lost_receiver_or_all_gather_member_is_an_error() {
         drop(b);
         assert_eq!(a.try_all_gather(0).unwrap_err(), Error::PeerLost { peer: 1, step: 0 });
     });
-}
-
-#[test]
-fn the_first_abort_reaches_all_ranks_and_its_origin_keeps_its_own_error() {
-    let failure = Error::Device { what: "fell over".into() };
-    let expected = failure.clone();
-    let errors = on_threads(5, move |mut endpoint| {
-        if endpoint.rank() == 3 {
-            endpoint.abort(&failure);
-        }
-        let error = wait_for_error(&mut endpoint);
-        assert_eq!(endpoint.try_all_gather(1).unwrap_err(), error);
-        endpoint.abort(&error);
-        error
-    });
-    for (rank, error) in errors.into_iter().enumerate() {
-        let aborted = Error::Aborted { rank: 3, what: expected.to_string() };
-        assert_eq!(error, if rank == 3 { expected.clone() } else { aborted });
-    }
 }
 
 #[test]

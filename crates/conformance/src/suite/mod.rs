@@ -4,6 +4,7 @@ mod bits;
 mod key_lists;
 pub mod kv_cache;
 mod matrix;
+pub mod messages;
 mod nonfinite;
 mod numeric;
 mod pairwise;
@@ -23,15 +24,42 @@ pub use numeric::out_residual;
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 
+use annulus_core::BiasTable;
 use annulus_plan::Layout;
+use ndarray::Array4;
 
-use crate::{Answer, Case, Judge, Setting, Subject};
+use crate::{Answer, Case, Draw, Judge, Setting, Subject};
 
 /// `Ok`, or the failure as text.
 pub type Verdict = Result<(), String>;
 
 /// The layouts that have a name, in the order in which the suite numbers them.
 pub const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+
+/// Returns the case with a bias table of any kind, as random as the case. Window and grid are small,
+/// so that offsets are clipped.
+#[must_use]
+pub fn with_bias_table(mut case: Case, draw: &mut Draw) -> Case {
+    let table = match draw.below(5) {
+        0 => BiasTable::clipped(draw.pick(&[0, 3, 40]), draw.pick(&[0, 5, 100])),
+        1 => BiasTable::t5(true, 8, draw.pick(&[5, 20])),
+        2 => BiasTable::t5(false, draw.pick(&[2, 16]), 40),
+        3 => BiasTable::grid(&[(5, draw.pick(&[2, 5])), (7, draw.pick(&[3, 7]))]),
+        _ => BiasTable::grid(&[(3, 2), (2, 2), (4, 4)]),
+    };
+    let table = table.expect("a table of few entries");
+    let table = if draw.once_in(3) { table.shared_by_heads() } else { table };
+    let shape = table.shape(case.spec.dims.q_heads);
+    let mut values: Array4<f64> = draw.tensor(shape);
+    if draw.once_in(3) {
+        values.mapv_inplace(|x| if draw.once_in(5) { f64::NEG_INFINITY } else { x });
+    }
+    case.name = format!("{table} in {}", case.name);
+    case.spec.bias = Some(shape);
+    case.spec.bias_table = Some(table);
+    case.bias = Some(values);
+    case
+}
 
 /// Runs a case once.
 pub fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
@@ -63,7 +91,7 @@ pub fn answer(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<A
 }
 
 /// Runs a case twice on one plan and compares both answers with the oracle's.
-pub(crate) fn examine_twice(
+pub fn examine_twice(
     subject: &dyn Subject,
     judge: &Judge,
     case: &Case,
@@ -75,7 +103,7 @@ pub(crate) fn examine_twice(
 }
 
 /// Creates the judge of a case.
-pub(crate) fn judge(case: &Case) -> Result<Judge, String> {
+pub fn judge(case: &Case) -> Result<Judge, String> {
     Judge::new(case).map_err(|error| format!("{}: {error}", case.name))
 }
 

@@ -3,9 +3,10 @@
 //!
 //! This file has the ring under faults of messages: every rank returns a documented error by
 //! deadline + 1 s that names the fault, and its plan is dead afterwards. Delays of messages, and
-//! ranks that make a call much later than others, cause no failure. `annulus-comm` tests the
-//! transports' own faults.
+//! ranks that make a call much later than others, cause no failure. And the contract of a transport,
+//! over threads.
 
+mod mismatch;
 mod slow_ranks;
 mod update;
 
@@ -23,7 +24,10 @@ use annulus::{
         threads::{each_rank, ring},
     },
 };
-use annulus_conformance::device::{Fault, Injection};
+use annulus_conformance::{
+    device::{Fault, Injection},
+    suite::messages::CONTRACT,
+};
 use ndarray::Array4;
 
 const RANKS: usize = 4;
@@ -325,5 +329,16 @@ fn ranks_with_different_deadlines_of_the_environment_are_refused() {
         let error: Error = result.expect_err("a mismatch");
         let want = "ANNULUS_DEADLINE differs between ranks: rank 1 has Some(0.0), rank 0 has None";
         assert_eq!(error.to_string(), want);
+    }
+}
+
+#[test]
+fn threads_keep_the_contract_of_transports() {
+    for ranks in [1, 2, 3, 7] {
+        for (name, _, check) in CONTRACT.into_iter().filter(|of| ranks >= of.1) {
+            let verdicts = each_rank(ring(ranks), |_, mut endpoint| check(&mut endpoint));
+            let verdicts = verdicts.unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert!(verdicts.iter().all(Result::is_ok), "{name}, {ranks} ranks: {verdicts:?}");
+        }
     }
 }

@@ -14,8 +14,9 @@ use annulus_conformance::{
     subjects::cpu,
     suite::{self, dense_twin, lists},
 };
-use annulus_core::{BackwardMode, Batch, DType, Error, KeyLists, LEAF_ROWS, Side, Spec};
+use annulus_core::{BackwardMode, Batch, DType, Error, KeyLists, LEAF_ROWS, Spec};
 use annulus_plan::{Route, Strategy};
+use annulus_test_cases::facade::{self, as_bias};
 use ndarray::Array4;
 
 #[test]
@@ -41,51 +42,52 @@ fn rings(ranks: usize, layout: Layout) -> LocalRing {
     LocalRing::new(setup, DIMS, ranks).unwrap()
 }
 
+/// Requires that each pass of a ring of self-attention sends every remote row that a query sees
+/// exactly once, and a partial gradient back; `row_bytes` is that of a key and a value of all heads.
+/// Returns the number of such rows.
+fn sends_distinct_remote_rows(
+    ring: &mut LocalRing,
+    dims: Dims,
+    row_bytes: u64,
+    visible: &BTreeSet<(usize, usize)>,
+) -> usize {
+    let mut owner = vec![0; dims.kv_len];
+    for plan in ring.plans() {
+        plan.kv_rows().iter().for_each(|row| owner[row as usize] = plan.rank());
+    }
+    let needed: BTreeSet<_> = visible.iter().map(|&(q, key)| (owner[q], key)).collect();
+    let remote = needed.iter().filter(|&&(rank, key)| owner[key] != rank).count();
+    let of = |heads, dim| Array4::<f32>::ones((dims.batch, dims.q_len, heads, dim));
+    let [q, k] = [dims.q_heads, dims.kv_heads].map(|heads| of(heads, dims.head_dim));
+    let [v, dout] = [dims.kv_heads, dims.q_heads].map(|heads| of(heads, dims.value_dim));
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let forward = ring.forward(&tensors).unwrap();
+    let backward = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+    let bytes = remote as u64 * row_bytes;
+    // keys and values again, and one partial gradient a row and rank
+    for (reports, want) in [(&forward.reports, bytes), (&backward.reports, 2 * bytes)] {
+        assert!(reports.iter().all(|report| report.bytes_sent == report.bytes_predicted));
+        assert_eq!(reports.iter().map(|report| report.bytes_sent).sum::<u64>(), want);
+    }
+    remote
+}
+
 #[test]
 fn bytes_received_are_the_distinct_remote_rows() {
-    let tensor = |heads: usize, dim: usize| {
-        Array4::from_shape_fn((2, 60, heads, dim), |(b, i, h, c)| {
-            ((b * 3 + i * 7 + h * 5 + c) % 13) as f32 * 0.125 - 0.75
-        })
-    };
-    let [q, k, v, dout] = [tensor(4, 8), tensor(2, 8), tensor(2, 6), tensor(4, 6)];
-    let tensors = Tensors::new(q.view(), k.view(), v.view());
     for ranks in [2, 3, 5] {
         for layout in [Layout::Contiguous, Layout::Striped] {
             let draw = &mut Draw::new(ranks as u64);
             let mut ring = rings(ranks, layout);
             for width in [3, 1, 0] {
-                let mut pairs = Vec::new();
+                let mut pairs = BTreeSet::new();
                 let key_lists = lists([1, 1], &DIMS, |[_, _, q]| {
                     let keys: Vec<usize> = (0..width).map(|_| draw.below(60)).collect();
                     pairs.extend(keys.iter().map(|&key| (q, key)));
                     keys
                 });
                 ring.update(&Batch { key_lists: Some(key_lists), ..Batch::default() }).unwrap();
-                let forward = ring.forward(&tensors).unwrap();
-                let backward = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
-                let owner = |row: usize| {
-                    let is_owner =
-                        |plan: &&annulus::Plan| plan.kv_rows().iter().any(|r| r == row as i64);
-                    ring.plans().find(is_owner).unwrap().rank()
-                };
-                // self-attention: a rank owns the same rows of both sides
-                let remote: BTreeSet<(usize, usize)> = pairs
-                    .iter()
-                    .map(|&(q, key)| (owner(q), key))
-                    .filter(|&(rank, key)| owner(key) != rank)
-                    .collect();
                 // 2 batch rows × 2 KV heads × (8 + 6) f32
-                let rows = remote.len() as u64 * 2 * 2 * 14 * 4;
-                let sent = |reports: &[annulus::comm::ring::Report]| -> u64 {
-                    assert!(
-                        reports.iter().all(|report| report.bytes_sent == report.bytes_predicted)
-                    );
-                    reports.iter().map(|report| report.bytes_sent).sum()
-                };
-                assert_eq!(sent(&forward.reports), rows, "{ranks} ranks");
-                // keys and values again, and one partial gradient a row and rank
-                assert_eq!(sent(&backward.reports), 2 * rows, "{ranks} ranks");
+                sends_distinct_remote_rows(&mut ring, DIMS, 2 * 2 * 14 * 4, &pairs);
                 assert_eq!(ring.plan().route(), Route::Direct);
             }
         }
@@ -144,60 +146,44 @@ fn the_list_bias_and_its_gradient_are_those_of_the_equal_dense_bias() {
         (1, 2, Some(1.5), [false; 3]),
     ];
     for (groups, batches, soft_cap, [statistics, unnormalized, reproducible]) in forms {
-        let spec = Spec { soft_cap, normalize: !unnormalized, ..Spec::new(DIMS, DType::F64) };
+        let leaf_rows = reproducible.then_some(LEAF_ROWS);
+        let normalize = !unnormalized;
+        let plain = Spec::new(DIMS, DType::F64);
+        let spec = Spec { soft_cap, normalize, statistics, leaf_rows, ..plain };
         let mut case = Case::new("list bias", spec, Masks::default(), draw);
-        let mut keys = Draw::new(7);
-        let unbiased =
-            lists([batches, groups], &DIMS, |_| (0..7).map(|_| keys.below(60)).collect());
-        let bias: Vec<f64> = (0..unbiased.len()).map(|_| draw.normal()).collect();
-        case.batch.key_lists = Some(Arc::clone(&unbiased));
-        let mut twin = dense_twin(&case);
+        let listed = lists([batches, groups], &DIMS, |_| (0..7).map(|_| draw.below(60)).collect());
+        let numbers: Vec<f64> = (0..listed.len()).map(|_| draw.normal()).collect();
+        let mut twin = dense_twin(&Case {
+            batch: Batch { key_lists: Some(Arc::clone(&listed)), ..Batch::default() },
+            ..case.clone()
+        });
+        // the bias of a group is that of each of its heads
+        let of_groups = as_bias(&listed, &numbers, 60);
         let shape = [batches, 4, 60, 60];
-        let entry = |[b, h, q, k]: [usize; 4]| {
-            let entries = unbiased.entries(b, h * groups / 4, q);
-            let at = unbiased.keys()[entries.clone()].binary_search(&(k as u32)).ok()?;
-            Some(entries.start + at)
-        };
         twin.spec.bias = Some(shape);
-        twin.bias = Some(Array4::from_shape_fn(shape, |(b, h, q, k)| {
-            entry([b, h, q, k]).map_or(0.0, |entry| bias[entry])
+        twin.bias = Some(Array4::from_shape_fn(shape, |(b, h, q, key)| {
+            of_groups[[b, h * groups / 4, q, key]]
         }));
         let truth = twin.truth().unwrap();
         let want_statistics = truth.forward.statistics.clone();
-        let truth = Answer::of(truth, true);
-        let want = |name: &str| {
-            let arrays = truth.arrays();
-            arrays.into_iter().find(|(of, _)| *of == name).unwrap().1.to_owned()
-        };
-        let mut dbias = vec![0.0; unbiased.len()];
-        for (index, &ds) in want("dbias").indexed_iter() {
-            let at = entry([index[0], index[1], index[2], index[3]]);
-            at.into_iter().for_each(|entry| dbias[entry] += ds);
-        }
-        let biased = KeyLists::clone(&unbiased).with_bias(bias.clone()).unwrap();
+        let mut want = Answer::of(truth, normalize);
+        let of_heads = want.dbias.take().unwrap();
+        let mut dbias = Array4::zeros(of_groups.raw_dim());
+        of_heads.indexed_iter().for_each(|((b, h, q, key), ds)| {
+            dbias[[b, h * groups / 4, q, key]] += ds;
+        });
+        want.dbias = Some(dbias);
+        let biased = KeyLists::clone(&listed).with_bias(numbers).unwrap();
+        case.batch.key_lists = Some(Arc::new(biased));
         for ranks in [1, 3] {
-            let attention = Attention::new().dtype(DType::F64).logits_soft_cap(soft_cap);
-            let attention = attention.statistics(statistics).unnormalized(unnormalized);
-            let attention = attention.reproducible(reproducible);
-            let mut ring = LocalRing::new(&attention, DIMS, ranks).unwrap();
-            let key_lists = Some(Arc::new(biased.clone()));
-            ring.update(&Batch { key_lists, ..Batch::default() }).unwrap();
-            let tensors = Tensors::new(case.q.view(), case.k.view(), case.v.view());
-            let forward = ring.forward(&tensors).unwrap();
-            let backward = ring.backward(&tensors, &forward, case.dout.view(), None).unwrap();
-            let near = |name: &str, got: Vec<f64>, want: Vec<f64>| {
-                let worst = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-                assert!(got.len() == want.len() && worst < 1e-12, "{name}, {ranks} ranks: {worst}");
-            };
-            let all = |name: &str| want(name).iter().copied().collect::<Vec<f64>>();
-            near("out", forward.out.iter().copied().collect(), all("out"));
-            near("dq", backward.dq.iter().copied().collect(), all("dq"));
-            near("dk", backward.dk.iter().copied().collect(), all("dk"));
-            near("dv", backward.dv.iter().copied().collect(), all("dv"));
-            near("bias", ring.list_bias_gradient().unwrap(), dbias.clone());
-            if let Some(got) = forward.statistics {
-                let want = want_statistics.iter().copied().collect();
-                near("statistics", got.iter().copied().collect(), want);
+            let mut ring = LocalRing::new(facade::attention(&case), DIMS, ranks).unwrap();
+            let got = facade::compute(&case, &mut ring, 1, true).unwrap().remove(0);
+            assert_eq!(got.compare(&want, |_| 1e-12), Ok(()), "{groups} groups, {ranks} ranks");
+            if statistics {
+                let tensors = Tensors::new(case.q.view(), case.k.view(), case.v.view());
+                let got = ring.forward(&tensors).unwrap().statistics.unwrap();
+                let apart = got.iter().zip(&want_statistics).map(|(a, b)| (a - b).abs());
+                assert!(apart.fold(0.0, f64::max) < 1e-12, "statistics, {ranks} ranks");
             }
         }
     }
@@ -289,29 +275,18 @@ fn ranks_receive_exactly_the_distinct_remote_rows() {
         let mask = mask(text);
         let len = shape(&mask).iter().product::<u64>() as usize;
         let layout = Layout::boxes(&shape(&mask), ranks).unwrap();
-        let rows = |rank| layout.shard(Side::Kv, len, rank, ranks).iter().collect::<BTreeSet<_>>();
-        let remote = |rank| {
-            let own = rows(rank);
-            let visible = |key: &i64| {
-                own.iter().any(|&position| {
-                    let query = Query { batch: 0, head: 0, row: 0, position };
-                    mask.visible(&query, &Key { row: 0, position: *key })
-                })
-            };
-            (0..len as i64).filter(|key| !own.contains(key) && visible(key)).count()
-        };
-        let distinct = (0..ranks).map(remote).sum::<usize>();
-        assert!(halo.is_none_or(|halo| halo == distinct), "{text}: {distinct} remote rows");
+        let rows = || 0..len as i64;
+        let query = |position| Query { batch: 0, head: 0, row: 0, position };
+        let sees = |q, key| mask.visible(&query(q), &Key { row: 0, position: key });
+        let visible = rows().flat_map(|q| rows().map(move |key| (q, key)));
+        let visible = visible.filter(|&(q, key)| sees(q, key));
+        let visible = visible.map(|(q, key)| (q as usize, key as usize)).collect();
         let dims = Dims::new(1, len, 1, 4);
-        let attention = Attention::new().mask(Arc::new(mask));
-        let division = Division::new().layout(layout.clone());
-        let mut ring = LocalRing::new((attention, division), dims, ranks).unwrap();
-        let x = Array4::<f32>::ones((1, len, 1, 4));
-        let tensors = Tensors::new(x.view(), x.view(), x.view());
-        let report = ring.forward(&tensors).unwrap().reports;
-        let sum = |of: fn(&annulus::Report) -> u64| report.iter().map(of).sum::<u64>();
+        let attention = Attention::new().mask(Arc::new(mask.clone()));
+        let mut ring = LocalRing::new((attention, Division::new().layout(layout)), dims, ranks);
         // keys and values of 4 numbers of 4 bytes
-        assert_eq!(sum(|report| report.bytes_sent), 32 * distinct as u64, "{text}: sent");
-        assert_eq!(sum(|report| report.bytes_predicted), 32 * distinct as u64, "{text}: predicted");
+        let ring = ring.as_mut().unwrap();
+        let distinct = sends_distinct_remote_rows(ring, dims, 2 * 4 * 4, &visible);
+        assert!(halo.is_none_or(|halo| halo == distinct), "{text}: {distinct} remote rows");
     }
 }

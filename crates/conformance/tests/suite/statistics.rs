@@ -15,7 +15,7 @@ use annulus_conformance::{
 };
 use annulus_core::{Backend, Capabilities, Host, LEAF_ROWS, oracle};
 use annulus_cpu::Cpu;
-use annulus_test_cases::facade::{attention, narrow, widen};
+use annulus_test_cases::facade::{CaseTensors, attention, widen};
 use half::{bf16, f16};
 use ndarray::{Array3, Array4, Axis, s};
 
@@ -40,15 +40,9 @@ fn compute_in<T: Element>(case: &Case, ring: &mut LocalRing) -> Result<Results> 
     if case.batch != Batch::default() {
         ring.update(&case.batch)?;
     }
-    let [q, k, v] = [&case.q, &case.k, &case.v].map(narrow::<T, _>);
-    let bias = case.bias.as_ref().map(narrow::<T::Accumulator, _>);
-    let sinks = case.sinks.as_ref().map(narrow::<T::Accumulator, _>);
-    let tensors = Tensors {
-        bias: bias.as_ref().map(|bias| bias.view()),
-        softmax_aux: sinks.as_ref().map(|sinks| sinks.view()),
-        ..Tensors::new(q.view(), k.view(), v.view())
-    };
-    let Forward { out, statistics, head_statistics, reports, .. } = ring.forward(&tensors)?;
+    let tensors = CaseTensors::<T>::new(case, None);
+    let Forward { out, statistics, head_statistics, reports, .. } =
+        ring.forward(&tensors.tensors())?;
     assert!(reports.iter().all(|report| report.bytes_sent == report.bytes_predicted));
     Ok(Results {
         out: widen(&out),
@@ -104,8 +98,11 @@ fn judge(case: &Case, got: &Results) -> std::result::Result<(), String> {
 }
 
 fn ring(case: &Case, division: Division, threads: usize, ranks: usize) -> Result<LocalRing> {
-    let attention = attention(case).statistics(case.spec.statistics);
-    LocalRing::new((attention, division, Runtime::new().threads(threads)), case.spec.dims, ranks)
+    LocalRing::new(
+        (attention(case), division, Runtime::new().threads(threads)),
+        case.spec.dims,
+        ranks,
+    )
 }
 
 fn with_statistics(mut case: Case, dtype: DType) -> Case {
@@ -187,7 +184,7 @@ fn bits_of_statistics_do_not_depend_on_the_ranks() {
         case.draw_tensors(&mut Draw::new(seed));
         let case = with_statistics(case, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
         let bits_on = |ranks, threads, layout| {
-            let attention = attention(&case).statistics(true).reproducible(true);
+            let attention = attention(&case).reproducible(true);
             let setup = Setup::from((
                 attention.forward_only(true),
                 Division::new().layout(layout),

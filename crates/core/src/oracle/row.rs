@@ -391,20 +391,3 @@ const fn shift(alignment: Alignment, q_len: i64, kv_len: i64) -> i64 {
 fn sequence_of(lens: &[i64], row: i64) -> Option<usize> {
     lens.windows(2).position(|pair| pair[0] <= row && row < pair[1])
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn philox_computes_the_published_test_vectors() {
-        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(
-            philox([u32::MAX; 4], [u32::MAX; 2]),
-            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
-        );
-        let (counter, key) =
-            ([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]);
-        assert_eq!(philox(counter, key), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
-    }
-}

@@ -107,6 +107,8 @@ pub fn tangents(
 /// One visible pair.
 struct DualPair {
     j: usize,
+    /// Column of the bias tensor.
+    bias_column: usize,
     score: Dual,
     /// ∂score/∂(scale·q·k).
     slope: Dual,
@@ -138,7 +140,7 @@ impl Tangents {
                 let k = duals(&problem.k, &direction.k, at);
                 let v = duals(&problem.v, &direction.v, at);
                 let product = sum(q.iter().zip(&k).map(|(&q, &k)| q * k));
-                let at = [b, h, i, pair.j];
+                let at = [b, h, i, pair.bias_column];
                 let bias = direction.bias.as_ref();
                 let bias = bias.map_or(0.0, |bias| bias[broadcast(bias.dim().into(), at)]);
                 let [before, after] = match spec.bias_order {
@@ -156,7 +158,15 @@ impl Tangents {
                     }
                 };
                 let score = Dual { value: pair.score, tangent: capped.tangent + after };
-                DualPair { j: pair.j, score, slope, keep: pair.keep, k, v }
+                DualPair {
+                    j: pair.j,
+                    bias_column: pair.bias_column,
+                    score,
+                    slope,
+                    keep: pair.keep,
+                    k,
+                    v,
+                }
             })
             .collect();
         let sink_row = |rows: usize| if rows == 1 { 0 } else { h };
@@ -201,7 +211,7 @@ impl Tangents {
             add(&mut gradients.dk, at, q.iter().map(|&q| scale * dx * q));
             add(&mut gradients.dv, at, dout.iter().map(|&dout| keep * probability * dout));
             if let Some(dbias) = &mut gradients.dbias {
-                let at = broadcast(dbias.dim().into(), [b, h, i, pair.j]);
+                let at = broadcast(dbias.dim().into(), [b, h, i, pair.bias_column]);
                 let before = spec.bias_order == BiasOrder::BeforeSoftCap;
                 dbias[at] += if before { dx } else { ds }.tangent;
             }

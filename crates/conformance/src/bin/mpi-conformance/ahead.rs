@@ -13,16 +13,14 @@ use annulus_comm::{
     barrier,
     mpi::{Mpi, Settings},
 };
+use annulus_conformance::suite::messages::{agreed, drain, failure, wait_for};
 use annulus_core::{
     Channel, Control, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Runs, Transport,
     index,
 };
 use ndarray::Array4;
 
-use crate::{
-    messages::{agreed, drain, failure, wait_for},
-    {Harness, Verdict, ensure},
-};
+use crate::{Harness, Verdict, ensure};
 
 /// Groups of messages of each rank.
 const GROUPS: u64 = 20;

@@ -232,8 +232,7 @@ pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
     harness.share(work().unwrap_or_else(|error| Err(error.to_string())))
 }
 
-/// Sends and receives posted since the last endpoint was created or [`forget_transfers`] was
-/// called.
+/// Sends and receives posted since the last endpoint was created.
 ///
 /// The schedule of a pass determines their number, but not the number of groups: a receive is
 /// posted when a buffer is free, a send when its block has arrived, together or one after the
@@ -241,13 +240,8 @@ pub(crate) fn debugged(harness: &mut Harness, settings: &Settings) -> Verdict {
 static TRANSFERS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of sends and receives posted since then.
-pub(crate) fn transfers() -> u64 {
+fn transfers() -> u64 {
     TRANSFERS.load(Ordering::Relaxed)
-}
-
-/// Resets the count to 0.
-pub(crate) fn forget_transfers() {
-    TRANSFERS.store(0, Ordering::Relaxed);
 }
 
 /// Time after which a process that stops for ever is killed, so that its job ends: several
@@ -303,7 +297,7 @@ pub(crate) struct Mortal<T> {
 
 impl<T> Mortal<T> {
     pub(crate) fn new(inner: T, end: Option<(Moment, End)>) -> Self {
-        forget_transfers();
+        TRANSFERS.store(0, Ordering::Relaxed);
         Self { inner, end }
     }
 

@@ -10,7 +10,6 @@
 //! | `backend NAME SEEDS` | every strategy on this backend: the oracle's numbers, the bits of the ring of threads, the predicted bytes; a KV cache in f32 |
 //! | `sums` | gradients that are summed over ranks by slices: the bits of a ring of threads, and the predicted bytes |
 //! | `tangents` | JVP and double backward: the bits of a ring of threads, and the predicted bytes |
-//! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators with the world's highest tag, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
@@ -33,7 +32,6 @@ mod failures;
 #[cfg(feature = "link-mpi")]
 mod host;
 mod messages;
-mod mismatch;
 mod scale;
 mod shared;
 mod tangents;
@@ -52,7 +50,7 @@ use annulus_core::{Control, Host, Result};
 use ndarray::Array4;
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, cache, backend NAME SEEDS, sums, \
-    tangents, mismatch, host, host-late, ahead, links, shared, control, away, suspended, \
+    tangents, host, host-late, ahead, links, shared, control, away, suspended, \
     debugged, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
@@ -113,7 +111,6 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["suspended"] => failures::suspended(&mut harness, settings),
         ["debugged"] => failures::debugged(&mut harness, settings),
         ["slow"] => failures::slow(&mut harness, settings),
-        ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),
         ["panic"] => failures::panic(&mut harness, settings),
         _ => Err(USAGE.to_owned()),

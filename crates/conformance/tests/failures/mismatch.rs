@@ -1,34 +1,33 @@
-//! Arguments that differ between ranks: the same error on all, in under a second, before any data
-//! moves. Every field that the ranks of a plan compare is tested, but for the environment's
-//! `ANNULUS_DEADLINE` (`crates/conformance/tests/failures/main.rs`).
+//! Arguments that differ between ranks: the same error on all ranks, before any data moves. Every
+//! field that the ranks of a plan compare is tested.
 
 use std::{
-    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use annulus::{
     Alignment, Attention, BackwardMode, Batch, BiasOrder, DType, Dims, Division, Layout, Plan,
-    Precision, Route, Runtime, SinkShape, Strategy, Tensors, backend::Cpu, bias::Alibi,
+    Precision, Result, Route, Runtime, SinkShape, Strategy, Tensors,
+    backend::Cpu,
+    bias::Alibi,
+    comm::{
+        Trace,
+        threads::{Threads, each_rank, ring},
+        trace::{EventKind, TraceLog},
+    },
     mask::DenseMask,
+    planning::{ComputeRate, Link, Machine},
 };
-use annulus_comm::mpi::{Mpi, Settings};
 use annulus_conformance::{Crossings, Placed};
-use annulus_core::{Error, Placement, Result, index};
+use annulus_core::{Error, Placement, index};
 use annulus_cpu::Isa;
-use ndarray::Array2;
+use ndarray::{Array2, Array4};
 
-use crate::{
-    failures::{self, Mortal},
-    {Harness, Verdict, ensure, tensors},
-};
-
+const RANKS: usize = 4;
+const LAST: usize = RANKS - 1;
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
-/// Limit for the error. Far below the deadline, so that no error comes from a timeout.
-const AT_ONCE: Duration = Duration::from_secs(1);
-const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The arguments of one rank's plan.
 #[derive(Clone)]
@@ -43,14 +42,45 @@ struct Arguments {
 
 impl Arguments {
     fn of(attention: Attention) -> Self {
-        let isa = Isa::Portable;
-        Self {
-            attention,
-            division: Division::new().layout(Layout::Contiguous),
-            dims: DIMS,
-            isa,
-            together: true,
-        }
+        let division = Division::new().layout(Layout::Contiguous);
+        Self { attention, division, dims: DIMS, isa: Isa::Portable, together: true }
+    }
+
+    /// Plans on one rank, and returns the log of its messages.
+    fn plan(&self, transport: Threads) -> (Result<Plan>, TraceLog) {
+        let nodes = (0..RANKS).map(|rank| if self.together { 0 } else { rank }).collect();
+        let placed = Placed::new(transport, Placement::new(nodes), Crossings::default());
+        let transport = Trace::new(placed, Instant::now());
+        let log = transport.log();
+        let runtime = Runtime::new().deadline(Duration::from_secs(20));
+        let setup = (&self.attention, &self.division, runtime);
+        let backend = Cpu::new(1).and_then(|cpu| cpu.with_isa(self.isa));
+        (backend.and_then(|cpu| Plan::with_backend(setup, self.dims, cpu, transport)), log)
+    }
+}
+
+/// Requires the mismatch of this field, and that no message was sent since the log was cleared.
+#[track_caller]
+fn mismatch<T>(name: &str, result: Result<T>, log: &TraceLog) -> Error {
+    let error = result.map(drop).expect_err(name);
+    let named = matches!(&error, Error::RankMismatch { field, rank: LAST, .. } if field == name);
+    let message =
+        |kind: &EventKind| matches!(kind, EventKind::Send { .. } | EventKind::Receive { .. });
+    let moved = log.events().iter().any(|event| message(&event.kind));
+    assert!(named && !moved, "{name}: {error:?}, moved data: {moved}");
+    error
+}
+
+/// A machine on which every strategy fits.
+fn machine(latency: u8) -> Machine {
+    let rate = ComputeRate { dtype: DType::F32, head_dim: 4, forward: 1.0, backward: 1.0 };
+    Machine {
+        ranks_per_node: RANKS,
+        inside_node: Some(Link { latency: latency.into(), bandwidth: 1.0 }),
+        between_nodes: None,
+        node_bandwidth: None,
+        rates: vec![rate],
+        memory: 1 << 40,
     }
 }
 
@@ -65,6 +95,11 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
     let divided = |name, change: fn(Division) -> Division| {
         (name, plain(), Arguments { division: change(plain().division), ..plain() })
     };
+    let auto = |change: fn(Division) -> Division| {
+        let division = plain().division.strategy(Strategy::Auto);
+        Arguments { division: change(division), ..plain() }
+    };
+    let both_divided = |name, usual, odd| (name, auto(usual), auto(odd));
     let both = |name, usual: fn(Attention) -> Attention, odd: fn(Attention) -> Attention| {
         (name, Arguments::of(usual(Attention::new())), Arguments::of(odd(Attention::new())))
     };
@@ -96,6 +131,7 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
             |a| a.softmax_aux(SinkShape::per_head(2)),
         ),
         odd("normalize_output", |a| a.unnormalized(true)),
+        odd("statistics", |a| a.statistics(true)),
         odd("dropout_prob", |a| a.dropout(0.25, 1)),
         both("dropout_seed", |a| a.dropout(0.25, 1), |a| a.dropout(0.25, 2)),
         odd("logits_dtype", |a| a.logits_dtype(DType::Bf16)),
@@ -103,14 +139,22 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
         odd("backward_mode", |a| a.backward_mode(BackwardMode::TwoPass)),
         divided("layout", |division| division.layout(Layout::Zigzag)),
         divided("route", |division| division.route(Route::Direct)),
+        divided("receive_ahead", |division| division.receive_ahead(3)),
         divided("strategy", |division| division.strategy(Strategy::HeadsRing { heads: 2 })),
         both(
             "reproducible leaf rows",
             |a| a.backward_mode(BackwardMode::TwoPass),
             |a| a.backward_mode(BackwardMode::TwoPass).reproducible(true),
         ),
+        both_divided(
+            "machine",
+            |division| division.machine(machine(1)),
+            |division| division.machine(machine(2)),
+        ),
+        both_divided("machine", |division| division.machine(machine(1)), |division| division),
         ("placement", plain(), Arguments { together: false, ..plain() }),
         odd("backward", |a| a.forward_only(true)),
+        odd("second_derivatives", |a| a.second_derivatives(true)),
         odd("local_gradients", |a| a.local_gradients(true)),
     ];
     // on a machine with one instruction set the arithmetic of ranks cannot differ
@@ -163,103 +207,47 @@ fn batches(rows: usize) -> Vec<(&'static str, Batch)> {
     ]
 }
 
-pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let last = harness.ranks() - 1;
-    if last == 0 {
-        return Ok(());
-    }
-    let mut named = BTreeSet::new();
+#[test]
+fn a_field_of_a_plan_that_differs_is_named_on_all_ranks() {
     for (name, usual, odd) in plans() {
-        named.insert(name.to_owned());
-        let arguments = if harness.rank() == last { odd } else { usual };
-        let started = Instant::now();
-        let made = plan(&arguments, settings, last + 1).map(|_| "a plan");
-        judge(harness, name, started.elapsed(), &made)?;
+        let errors = each_rank(ring(RANKS), |rank, transport| {
+            let (plan, log) = if rank == LAST { &odd } else { &usual }.plan(transport);
+            Ok(mismatch(name, plan, &log))
+        });
+        let errors = errors.unwrap();
+        assert!(errors.iter().all(|error| *error == errors[0]), "{name}: {errors:?}");
     }
-    named.extend(one_plan(harness, settings)?);
-    harness.share(ensure(named.len() >= 40, || format!("only {} fields: {named:?}", named.len())))
 }
 
-fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan> {
-    let nodes = (0..ranks).map(|rank| if arguments.together { 0 } else { rank }).collect();
-    let placed =
-        Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());
-    let transport = Mortal::new(placed, None);
-    Plan::with_backend(
-        (&arguments.attention, &arguments.division, Runtime::new().deadline(DEADLINE)),
-        arguments.dims,
-        Cpu::new(1)?.with_isa(arguments.isa)?,
-        transport,
-    )
-}
-
-/// Requires that `result` is the mismatch of this field, came in time and before data moved, and is
-/// the same on all ranks.
-fn judge<T: std::fmt::Debug>(
-    harness: &mut Harness,
-    name: &str,
-    took: Duration,
-    result: &Result<T>,
-) -> Verdict {
-    let last = harness.ranks() - 1;
-    let named = matches!(
-        result,
-        Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
-    );
-    let right = named && took < AT_ONCE && failures::transfers() == 0;
-    same_everywhere(harness, result, right, || {
-        format!("{name}: {result:?} after {took:?} and {} transfers", failures::transfers())
-    })
-}
-
-/// Requires that `right` holds on every rank, and that `result` is the same on all.
-fn same_everywhere<T: std::fmt::Debug>(
-    harness: &mut Harness,
-    result: &Result<T>,
-    right: bool,
-    what: impl Fn() -> String,
-) -> Verdict {
-    harness.share(ensure(right, &what))?;
-    let all = harness.gather(format!("{result:?}").as_bytes())?;
-    ensure(all.iter().all(|text| *text == all[0]), || format!("{}: not the same on all", what()))
-}
-
-/// Checks batches and calls that differ between ranks, on one plan that stays usable.
-fn one_plan(
-    harness: &mut Harness,
-    settings: &Settings,
-) -> std::result::Result<Vec<String>, String> {
-    let last = harness.ranks() - 1;
-    let made = plan(&Arguments::of(Attention::new()), settings, last + 1)
-        .map_err(|error| error.to_string());
-    harness.share(made.as_ref().map(drop).map_err(Clone::clone))?;
-    let mut plan = made?;
-    let rows = index(plan.q_rows().len());
-    let mut named = Vec::new();
-    let all = batches(rows);
-    // packed lengths are given for both sides or not at all, so only given key lengths can differ
-    // alone
-    let usual = |name| if name == "cum_seqlens_k" { all[4].1.clone() } else { Batch::default() };
-    for (name, odd) in &all {
-        let batch = if harness.rank() == last { odd.clone() } else { usual(*name) };
-        let started = Instant::now();
-        let updated = plan.update(&batch);
-        judge(harness, name, started.elapsed(), &updated)?;
-        named.push((*name).to_owned());
-    }
-    let [q, kv] = tensors(&plan);
-    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
-    let forward = plan.forward(&tensors).map_err(|error| error.to_string());
-    harness.share(forward.as_ref().map(drop).map_err(Clone::clone))?;
-    let forward = forward?;
-    failures::forget_transfers();
-    let started = Instant::now();
-    let called = if harness.rank() == last {
-        plan.backward(&tensors, &forward, q.view(), None).map(drop)
-    } else {
-        plan.forward(&tensors).map(drop)
-    };
-    judge(harness, "call", started.elapsed(), &called)?;
-    named.push("call".to_owned());
-    Ok(named)
+/// On one plan, which stays usable.
+#[test]
+fn batches_and_calls_that_differ_are_named_on_all_ranks() {
+    let errors = each_rank(ring(RANKS), |rank, transport| {
+        let (plan, log) = Arguments::of(Attention::new()).plan(transport);
+        let mut plan = plan?;
+        let rows = index(plan.q_rows().len());
+        let all = batches(rows);
+        let mut errors = Vec::new();
+        for (name, odd) in &all {
+            // packed lengths are given for both sides or not at all, so only given key lengths can
+            // differ alone
+            let usual = if *name == "cum_seqlens_k" { &all[4].1 } else { &Batch::default() };
+            log.clear();
+            let updated = plan.update(if rank == LAST { odd } else { usual });
+            errors.push(mismatch(name, updated, &log));
+        }
+        let [q, kv] = [2, 1].map(|heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5));
+        let tensors = Tensors::new(q.view(), kv.view(), kv.view());
+        let forward = plan.forward(&tensors)?;
+        log.clear();
+        let called = if rank == LAST {
+            plan.backward(&tensors, &forward, q.view(), None).map(drop)
+        } else {
+            plan.forward(&tensors).map(drop)
+        };
+        errors.push(mismatch("call", called, &log));
+        Ok(errors)
+    });
+    let errors = errors.unwrap();
+    assert!(errors.iter().all(|of_rank| *of_rank == errors[0]), "{errors:?}");
 }
