@@ -1,20 +1,28 @@
 //! Bytes copied between host and device by whole passes of [`Wgpu::on_host`]: the tensors of the
 //! call, and what the ring sends.
 //!
-//! Copies through host memory overlap the kernels: a block reaches the host while the device
-//! computes with it, and kernels are waited for with ticks, by which the ring polls its transport.
+//! Copies through host memory overlap the kernels: a block reaches the host transport while the
+//! device computes with it, and the transport is polled until the kernels end, as MPI requires.
 //!
 //! Calls on [`Wgpu::on_host`], and copies of tensors and blocks: what is refused.
 
-use std::{ops::ControlFlow, sync::Arc, time::Instant};
+use std::{
+    ops::ControlFlow,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
 
 use annulus::{
-    Attention, Dims, Error, Layout, LocalRing, Plan, Report, Setup, SinkShape, Spec, comm::Staged,
+    Attention, Dims, Error, Layout, LocalRing, Plan, Report, Setup, SinkShape, Spec,
+    comm::{
+        Staged, forward_control, forward_transport,
+        threads::{self, Threads, each_rank},
+    },
 };
 use annulus_core::{
-    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, DeviceSpace,
-    HostBuffer, HostView, HostViewMut, HostViews, Inputs, OnHost, Passes, RankShard, RowSet, Rows,
-    StagedSpace, Workspace,
+    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Channel, Control, DType,
+    DeviceSpace, Host, HostBuffer, HostView, HostViewMut, HostViews, Incoming, Inputs, OnHost,
+    Outgoing, Passes, RankShard, RowSet, Rows, StagedSpace, Transport, Workspace,
 };
 use annulus_wgpu::{
     Copier, Gpu, GpuBuffer, Options, PATIENCE, Queued, TransferredBytes, Wgpu, WgpuSpace,
@@ -165,61 +173,112 @@ fn keep_going() -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Runs `attend_kv` of a backward pass over all keys, whose block is copied to the host meanwhile.
-/// A tick gets whether it is there.
-fn attend(gpu: Gpu, mut tick: impl FnMut(bool) -> ControlFlow<()>) -> annulus::Result<()> {
-    let mut copier = Copier::new(gpu.clone());
-    let backend: OnHost<Wgpu> = Wgpu::on_host(gpu);
-    let shard = shard()?;
-    let tensors = Tensors::new();
-    let bytes = DIMS.kv_len as u64 * shard.spec.kv_row_layout().bytes();
-    let mut workspace = backend.workspace(&shard, Passes::Both)?;
-    let mut block = backend.allocate(bytes)?;
-    let mut dkv =
-        backend.allocate(DIMS.kv_len as u64 * shard.spec.gradient_row_layout().bytes())?;
-    let inputs = tensors.backward_inputs();
-    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going)?;
-    let ready = pass.local_kv(&mut block, &RowSet::all(DIMS.kv_len as u64))?;
-    let into = HostBuffer::zeroed(bytes)?;
-    let whole = 0..bytes;
-    let mut copy =
-        Space::download(&mut copier, &block, &ready, std::slice::from_ref(&whole), into)?;
-    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
-    let mut is_copied = false;
-    let mut poll = || {
-        is_copied |= Space::downloaded(&mut copier, &mut copy).is_ok_and(|host| host.is_some());
-        tick(is_copied)
-    };
-    pass.attend_kv(&kv, Some(&mut dkv), &mut poll).map(drop)
-}
-
-#[test]
-fn a_block_is_copied_to_the_host_while_the_device_computes_with_it() {
-    // one pair of tiles in a submission: 50 submissions of a kernel
-    let Some(gpu) = open(&Options { most_part_flops: Some(1), ..Options::default() }) else {
-        return;
-    };
-    let (mut before, mut after) = (0, 0);
-    attend(gpu, |is_copied| {
-        let count = if is_copied { &mut after } else { &mut before };
-        *count += 1;
-        ControlFlow::Continue(())
-    })
-    .unwrap();
-    assert!(after >= 10, "{before} ticks before the block is copied, {after} after it");
-}
-
 /// After a tick that broke, neither the kernel of dbias nor that of dK and dV is launched.
 #[test]
 fn a_broken_tick_stops_the_kernels_that_follow() {
     let Some(gpu) = gpu() else { return };
+    let backend: OnHost<Wgpu> = Wgpu::on_host(gpu);
+    let (shard, tensors) = (shard().unwrap(), Tensors::new());
+    let rows = DIMS.kv_len as u64;
+    let mut workspace = backend.workspace(&shard, Passes::Both).unwrap();
+    let mut block = backend.allocate(rows * shard.spec.kv_row_layout().bytes()).unwrap();
+    let mut dkv = backend.allocate(rows * shard.spec.gradient_row_layout().bytes()).unwrap();
+    let inputs = tensors.backward_inputs();
+    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+    let ready = pass.local_kv(&mut block, &RowSet::new()).unwrap();
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
     let mut ticks = 0;
-    attend(gpu, |_| {
+    let mut stop = || {
         ticks += 1;
         ControlFlow::Break(())
-    })
-    .unwrap();
+    };
+    pass.attend_kv(&kv, Some(&mut dkv), &mut stop).unwrap();
     assert_eq!(ticks, 1);
+}
+
+/// Call of a transport.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call {
+    SendKv,
+    /// A poll that does not wait: a tick of a kernel.
+    Tick,
+    Wait,
+}
+
+/// A transport that records its calls.
+struct Recorded {
+    inner: Threads,
+    calls: Arc<Mutex<Vec<Call>>>,
+}
+
+impl Control for Recorded {
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
+}
+
+impl Transport<Host> for Recorded {
+    forward_transport! {
+        take pending bytes_sent posts_ahead runs_groups_in_order
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> annulus::Result<()> {
+        let of_kv = sends.iter().filter(|send| send.header.channel == Channel::Kv);
+        self.calls.lock().expect("no thread panicked").extend(of_kv.map(|_| Call::SendKv));
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, timeout: Duration) -> annulus::Result<()> {
+        let call = if timeout.is_zero() { Call::Tick } else { Call::Wait };
+        self.calls.lock().expect("no thread panicked").push(call);
+        Transport::<Host>::progress(&mut self.inner, timeout)
+    }
+}
+
+/// Ticks after each send of keys and values, until the next wait.
+fn ticks_after_sends(calls: &[Call]) -> Vec<usize> {
+    let until_wait = |from: usize| {
+        let ended = |call: &&Call| **call != Call::Wait;
+        calls[from..].iter().take_while(ended).filter(|call| **call == Call::Tick).count()
+    };
+    let sends = calls.iter().enumerate().filter(|(_, call)| **call == Call::SendKv);
+    sends.map(|(index, _)| until_wait(index)).collect()
+}
+
+#[test]
+fn a_block_is_sent_while_the_device_computes_with_it() {
+    // one pair of tiles in a submission: 50 submissions of a kernel in each step
+    let Some(gpu) = open(&Options { most_part_flops: Some(1), ..Options::default() }) else {
+        return;
+    };
+    let of = |heads, dim| Array4::<f32>::from_elem((1, DIMS.q_len / 2, heads, dim), 0.5);
+    let q = of(DIMS.q_heads, DIMS.head_dim);
+    let k = of(DIMS.kv_heads, DIMS.head_dim);
+    let v = of(DIMS.kv_heads, DIMS.value_dim);
+    let dout = of(DIMS.q_heads, DIMS.value_dim);
+    let tensors = annulus::Tensors::new(q.view(), k.view(), v.view());
+    let all = each_rank(threads::ring(2), |_, inner| {
+        let calls = Arc::<Mutex<Vec<Call>>>::default();
+        let transport = Recorded { inner, calls: Arc::clone(&calls) };
+        let staged = Staged::<_, Space>::new(transport, Copier::new(gpu.clone()));
+        let mut plan =
+            Plan::with_backend(Attention::new(), DIMS, Wgpu::on_host(gpu.clone()), staged)?;
+        let taken = || std::mem::take(&mut *calls.lock().expect("no thread panicked"));
+        taken();
+        let forward = plan.forward(&tensors)?;
+        let of_forward = taken();
+        plan.backward(&tensors, &forward, dout.view(), None)?;
+        Ok([of_forward, taken()])
+    });
+    for calls in all.expect("the passes").into_iter().flatten() {
+        let ticks = ticks_after_sends(&calls);
+        assert!(!ticks.is_empty() && ticks.iter().all(|&ticks| ticks >= 10), "{ticks:?}");
+    }
 }
 
 #[test]
