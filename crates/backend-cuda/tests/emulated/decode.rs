@@ -5,12 +5,15 @@
 
 use std::sync::Arc;
 
-use annulus::{Attention, Cache, LocalCache, Runtime};
+use annulus::{
+    Attention, Cache, Error, LocalCache, Runtime,
+    comm::threads::{each_rank, ring},
+};
 use annulus_conformance::{
     Case, Draw, Masks, Setting, Subject,
     suite::{
         self,
-        kv_cache::{CACHED, COPIED, Copied, Decoding},
+        kv_cache::{CACHED, COPIED, Copied, Decoding, Sequence},
     },
 };
 use annulus_core::{Alibi, Batch, DType, DenseMask, Dims, OnHost, Result, Spec};
@@ -296,4 +299,38 @@ fn copies_of_a_token(attention: &Attention, ranks: &[usize]) {
             .and_then(|mut cache| suite::kv_cache_copies(&mut cache, 2048, copied));
         assert_eq!(verdict, Ok(()), "{ranks} ranks");
     }
+}
+
+#[test]
+fn a_device_that_fails_ends_the_kv_cache_on_all_ranks() {
+    let attention = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(CACHED.dims, None);
+    let errors = each_rank(ring(2), |rank, transport| {
+        let made = emulated()?;
+        let stream = made.stream().clone();
+        let mut cache = Cache::with_backend(
+            &attention,
+            &Runtime::new(),
+            CACHED.shape(),
+            made.on_host(),
+            transport,
+        )?;
+        // the abort may arrive before rank 0 has closed its first call
+        let failed = all.step(&mut cache, 0..53).and_then(|_| {
+            if rank == 1 {
+                // a copy to memory that the device does not have
+                // SAFETY: the emulated device refuses the address.
+                let refused = unsafe { stream.copy_to_device(8, &[0]) };
+                assert!(refused.is_err());
+            }
+            all.step(&mut cache, 53..61)
+        });
+        let failed = failed.map(drop).unwrap_err();
+        let next = all.step(&mut cache, 53..54).map(drop).unwrap_err();
+        Ok((failed, next))
+    });
+    let errors = errors.unwrap();
+    assert!(matches!(errors[1].0, Error::Device { .. }), "{errors:?}");
+    assert!(matches!(errors[0].0, Error::Aborted { .. }), "{errors:?}");
+    assert!(errors.iter().all(|(_, next)| matches!(next, Error::Poisoned { .. })), "{errors:?}");
 }
