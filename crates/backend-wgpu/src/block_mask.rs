@@ -335,7 +335,7 @@ fn add_biases(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use annulus_core::{DType, Dims, Rows, TileRun, mask::Causal};
+    use annulus_core::{DType, Dims, Rows, mask::Causal};
 
     /// The mask of the last `queries` of a causal sequence of `keys` rows.
     fn of_last(queries: usize, keys: usize, owner: ListOwner, form: ListForm) -> ChunkMask {
@@ -358,94 +358,15 @@ mod tests {
         mask
     }
 
-    /// The tiles of a list and the numbers of their tile masks.
-    fn tiles(mask: &ChunkMask, list: usize) -> Vec<(usize, u32)> {
-        let runs = mask.words[list]..mask.words[list + 1];
-        let tiles = runs.flat_map(|run| {
-            let at = (mask.runs + 3 * run) as usize;
-            let [first, count, bits] = [0, 1, 2].map(|n| mask.words[at + n]);
-            (first..first + count).map(move |tile| (tile as usize, bits))
-        });
-        tiles.collect()
-    }
-
-    /// Requires that lists of tiles of `rows` queries, by `owner`, have each visible pair once.
-    fn has_each_pair_once(
-        mask: &ChunkMask,
-        owner: ListOwner,
-        rows: usize,
-        [queries, keys]: [usize; 2],
-    ) {
-        let mut counts = vec![vec![0; keys.next_multiple_of(TILE)]; queries.next_multiple_of(rows)];
-        let lists = match owner {
-            ListOwner::Queries => queries.div_ceil(rows),
-            ListOwner::Keys => keys.div_ceil(TILE),
-        };
-        for own in 0..lists {
-            for (other, bits) in tiles(mask, own) {
-                let (q, k) = if owner == ListOwner::Queries { (own, other) } else { (other, own) };
-                for row in 0..rows {
-                    let at = mask.bits as usize + row;
-                    let word = if bits == TileRun::FULL {
-                        u32::MAX
-                    } else {
-                        mask.words[at + rows * bits as usize]
-                    };
-                    (0..TILE)
-                        .filter(|key| word >> key & 1 != 0)
-                        .for_each(|key| counts[q * rows + row][k * TILE + key] += 1);
-                }
-            }
-        }
-        for (q, line) in counts[..queries].iter().enumerate() {
-            for (k, &count) in line[..keys].iter().enumerate() {
-                assert_eq!(count, u32::from(k <= q + keys - queries), "{owner:?}: {q} {k}");
-            }
-        }
-    }
-
-    #[test]
-    fn lists_of_both_sides_have_the_same_pairs() {
-        for owner in [ListOwner::Queries, ListOwner::Keys] {
-            let mask = of_last(70, 100, owner, ListForm::DEFAULT);
-            has_each_pair_once(&mask, owner, TILE, [70, 100]);
-        }
-    }
-
     #[test]
     fn tall_tiles_list_the_keys_of_both_halves() {
         let mask = of_last(300, 300, ListOwner::Queries, ListForm::TALL);
-        has_each_pair_once(&mask, ListOwner::Queries, 64, [300, 300]);
         for tile in 0..5 {
             assert_eq!(mask.pairs(0, 0, tile), (2 * tile as u64 + 2).min(10));
         }
         // of each tile of queries the last keys are visible to the upper half only; of the last
         // one, of 44 queries, too
         assert_eq!((mask.idle_halves(), mask.listed()), (5, 30));
-    }
-
-    #[test]
-    fn ranges_divide_the_tiles_of_a_list() {
-        let lists = |form: ListForm| {
-            let mask = of_last(40, 1000, ListOwner::Queries, form);
-            let all: Vec<_> = (0..mask.runs as usize - 1).map(|list| tiles(&mask, list)).collect();
-            for (list, tiles) in all.iter().enumerate() {
-                assert_eq!(mask.pairs(0, 0, list), tiles.len() as u64);
-            }
-            let is_full = |(tile, bits): &(usize, u32)| (*tile, *bits == TileRun::FULL);
-            let all = all.iter().map(|list| list.iter().map(is_full).collect::<Vec<_>>());
-            (mask.ranges, all.collect::<Vec<_>>())
-        };
-        // four tiles of ten queries
-        let whole = ListForm { queries: 10, ..ListForm::DEFAULT };
-        let (ranges, want) = lists(whole);
-        assert_eq!((ranges, want.len()), (1, 4));
-        let (ranges, got) = lists(ListForm { most_ranges: 3, ..whole });
-        assert_eq!((ranges, got.len()), (3, 12));
-        for (want, got) in want.iter().zip(got.chunks(3)) {
-            assert_eq!(*want, got.concat());
-            assert!(got.iter().all(|range| range.len().abs_diff(want.len() / 3) <= 1));
-        }
     }
 
     #[test]

@@ -19,32 +19,16 @@ use annulus_cpu::{Cpu, Isa};
 
 use crate::{
     Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject, TensorMemory,
-    device::{Device, Fault, MockBackend, MockSpace, Pairwise, device_ring},
+    device::{Device, Fault, MockBackend, MockSpace, Pairwise},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
 /// Longest wait for a silent peer: far above any test's time, so that only a deadlock reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The mock device; blocks are copied from device to device.
+/// The mock device; blocks are staged through host memory.
 pub fn mock() -> impl Subject {
-    RingSubject::new(
-        "mock over device copies",
-        |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
-            let devices: Vec<Device> = (0..ranks).map(|_| Device::new()).collect();
-            let endpoints = device_ring(&devices).into_iter().zip(devices);
-            endpoints
-                .map(|(transport, memory)| {
-                    let backend = MockBackend::new(memory.clone());
-                    Ok(RankSetup {
-                        memory,
-                        backend,
-                        transport: Box::new(Deadline::new(transport, DEADLINE)?),
-                    })
-                })
-                .collect()
-        },
-    )
+    mock_staged(Duration::ZERO)
 }
 
 /// A ring of threads whose ranks are those of `rank(rank, endpoint)`.
@@ -61,7 +45,9 @@ pub fn over_threads<M: TensorMemory, B: Backend<Space = M::Space>>(
 /// The mock device; blocks are staged through host memory and verified on arrival, each message
 /// delayed by up to `delay`.
 pub fn mock_staged(delay: Duration) -> impl Subject {
-    over_threads("mock over staged threads", move |rank, end| mock_rank(rank, end, delay))
+    over_threads("mock over staged threads", move |rank, end| {
+        mock_rank(Device::new(), rank, end, delay)
+    })
 }
 
 /// The smallest complete backend over a ring of threads.
@@ -118,7 +104,7 @@ impl Subject for Mixed {
                 let setup = cpu_rank(rank, transport, Duration::ZERO)?;
                 Ok(Box::new(move || run_rank(case, setting, setup, times)))
             } else {
-                let setup = mock_rank(rank, transport, Duration::ZERO)?;
+                let setup = mock_rank(Device::new(), rank, transport, Duration::ZERO)?;
                 Ok(Box::new(move || run_rank(case, setting, setup, times)))
             }
         };
@@ -144,12 +130,13 @@ fn cpu_rank(
     })
 }
 
-fn mock_rank(
+/// A rank on a mock device: see [`mock_staged`].
+pub fn mock_rank(
+    memory: Device,
     rank: usize,
     transport: Threads,
     delay: Duration,
 ) -> Result<RankSetup<Device, MockBackend>> {
-    let memory = Device::new();
     let backend = MockBackend::new(memory.clone());
     let late = Fault::random_delays(transport, rank as u64, delay);
     let staged = Staged::<_, MockSpace>::new(late, memory.clone());

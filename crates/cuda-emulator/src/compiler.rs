@@ -34,7 +34,7 @@ pub const fn compiler_symbols() -> CompilerSymbols {
         api: Api::Cuda,
         version,
         architecture_count: Some(architecture_count),
-        architectures: Some(architectures),
+        architectures: Some(architectures::<80>),
         create,
         destroy,
         compile,
@@ -49,7 +49,7 @@ pub const fn compiler_symbols() -> CompilerSymbols {
 
 /// Returns the emulated compiler for compute capability 9.0 only.
 pub const fn hopper_compiler_symbols() -> CompilerSymbols {
-    CompilerSymbols { architectures: Some(hopper_architectures), ..compiler_symbols() }
+    CompilerSymbols { architectures: Some(architectures::<90>), ..compiler_symbols() }
 }
 
 /// Returns the emulated compiler as hipRTC, which has no list of architectures.
@@ -90,15 +90,9 @@ unsafe extern "C" fn architecture_count(count: *mut c_int) -> CompilerStatus {
     CompilerStatus::SUCCESS
 }
 
-unsafe extern "C" fn architectures(list: *mut c_int) -> CompilerStatus {
+unsafe extern "C" fn architectures<const SUPPORTED: c_int>(list: *mut c_int) -> CompilerStatus {
     // SAFETY: the caller passes room for one element.
-    unsafe { *list = 80 };
-    CompilerStatus::SUCCESS
-}
-
-unsafe extern "C" fn hopper_architectures(list: *mut c_int) -> CompilerStatus {
-    // SAFETY: the caller passes room for one element.
-    unsafe { *list = 90 };
+    unsafe { *list = SUPPORTED };
     CompilerStatus::SUCCESS
 }
 

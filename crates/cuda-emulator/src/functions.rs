@@ -38,7 +38,7 @@ pub fn symbols() -> Symbols {
         device_count,
         device_get,
         device_name,
-        device_attribute,
+        device_attribute: device_attribute::<8>,
         context_retain,
         context_release,
         context_set,
@@ -70,7 +70,7 @@ pub fn symbols() -> Symbols {
 
 /// Returns the emulated driver with devices of compute capability 9.0.
 pub fn hopper_symbols() -> Symbols {
-    Symbols { device_attribute: hopper_attribute, ..symbols() }
+    Symbols { device_attribute: device_attribute::<9>, ..symbols() }
 }
 
 /// Returns the emulated driver as HIP's, with devices of a target: `hip_symbols::<0x942>()` are like
@@ -101,7 +101,7 @@ unsafe extern "C" fn apu_attribute(
             | CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
     ) {
         // SAFETY: as the caller guarantees.
-        return unsafe { device_attribute(value, attribute, device) };
+        return unsafe { device_attribute::<8>(value, attribute, device) };
     }
     // SAFETY: the caller passes a valid pointer.
     unsafe { *value = 1 };
@@ -160,32 +160,14 @@ unsafe fn write_text(text: &CStr, to: *mut c_char, len: c_int) -> Status {
     Status::SUCCESS
 }
 
-unsafe extern "C" fn device_attribute(
+/// Writes an attribute of a device of compute capability `MAJOR`.0.
+unsafe extern "C" fn device_attribute<const MAJOR: c_int>(
     value: *mut c_int,
     attribute: CUdevice_attribute,
     _: CUdevice,
-) -> Status {
-    // SAFETY: as the caller guarantees.
-    unsafe { write_attribute(value, attribute, 8) }
-}
-
-unsafe extern "C" fn hopper_attribute(
-    value: *mut c_int,
-    attribute: CUdevice_attribute,
-    _: CUdevice,
-) -> Status {
-    // SAFETY: as the caller guarantees.
-    unsafe { write_attribute(value, attribute, 9) }
-}
-
-/// Writes an attribute of a device of compute capability `major`.0.
-unsafe fn write_attribute(
-    value: *mut c_int,
-    attribute: CUdevice_attribute,
-    major: c_int,
 ) -> Status {
     let number = match attribute {
-        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => MAJOR,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
         // few, so that a block of a persistent grid computes several tiles
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 2,
@@ -433,49 +415,4 @@ unsafe extern "C" fn event_query(event: CUevent) -> Status {
         }
         if mark.passed() { Status::SUCCESS } else { Status::NOT_READY }
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicUsize;
-
-    use super::*;
-
-    #[test]
-    fn work_queued_behind_a_failure_never_runs() {
-        let symbols = symbols();
-        let done = Arc::new(AtomicUsize::new(0));
-        let mut context = ptr::null_mut();
-        let mut stream = ptr::null_mut();
-        // SAFETY: every pointer is to a local of the right type, every handle is valid.
-        unsafe {
-            assert_eq!(
-                (symbols.context_retain)(&raw mut context, DEVICES as c_int - 1),
-                Status::SUCCESS
-            );
-            assert_eq!((symbols.context_set)(context), Status::SUCCESS);
-            assert_eq!((symbols.stream_create)(&raw mut stream, 0), Status::SUCCESS);
-        }
-        let mut address = 0;
-        // SAFETY: as above.
-        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, Status::SUCCESS);
-        let counter = Arc::clone(&done);
-        let queue = |ends: bool| {
-            let counter = Arc::clone(&counter);
-            // SAFETY: the stream's handle is valid.
-            let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-            stream.queue.push(Work::Run(Box::new(move || {
-                counter.fetch_add(1, Ordering::Relaxed);
-                ends
-            })));
-        };
-        // the second item fails; the third would access freed memory
-        [true, false, true].into_iter().for_each(queue);
-        // SAFETY: allocated above, freed once; the stream is destroyed once.
-        unsafe {
-            (symbols.free)(address);
-            (symbols.stream_destroy)(stream);
-        }
-        assert_eq!(done.load(Ordering::Relaxed), 2);
-    }
 }

@@ -1,4 +1,4 @@
-//! Fault injection: a wrapper that drops, delays, truncates or duplicates messages, or dies. For
+//! Fault injection: a wrapper that drops, delays or truncates messages, or dies. For
 //! tests of everything above the transport.
 //!
 //! The errors below are returned by the other ranks, each within its deadline + 1 s, if they wrap
@@ -10,7 +10,6 @@
 //! | a message is delayed by less than the deadline | none |
 //! | a message is delayed beyond the deadline | as if it was dropped |
 //! | a message is truncated | [`Error::Comm`] "… truncated …" on its receiver |
-//! | a message is duplicated | [`Error::Comm`] "duplicate message …" on its receiver, unless it has left before the copy arrives |
 //! | a rank dies and its endpoint stays | [`Error::Timeout`] with that rank on some rank that needs it |
 //! | a rank dies and its endpoint is dropped | [`Error::PeerLost`] with that rank on every rank that needs it |
 //!
@@ -48,11 +47,6 @@ pub enum Injection {
         /// Number of the send.
         send: u64,
     },
-    /// Send number `send` is sent twice.
-    Duplicate {
-        /// Number of the send.
-        send: u64,
-    },
     /// Every send is delayed by a random time.
     DelayAll {
         /// Upper bound of the delays.
@@ -63,11 +57,6 @@ pub enum Injection {
     Die {
         /// The ring step.
         step: usize,
-    },
-    /// The endpoint dies at the start of this all-gather or a later one.
-    DieInGather {
-        /// Round of the all-gather.
-        round: u64,
     },
 }
 
@@ -139,18 +128,17 @@ impl<T: Transport<Host>> Fault<T> {
         Err(error)
     }
 
-    /// Applies the faults to one send: adds its copies to `now`, or to `self.delayed`.
+    /// Applies the faults to one send: adds it to `now` or to `self.delayed`.
     fn inject(&mut self, send: &Outgoing<'_, Host>, now: &mut Vec<Sending>) -> Result<()> {
         let number = self.sends;
         self.sends += 1;
         self.bytes_sent += send.header.bytes();
         let mut sending = Sending { header: send.header.clone(), buffer: send.buffer.clone() };
-        let mut copies = 1;
+        let mut is_dropped = false;
         let mut delay = Duration::ZERO;
         for injection in self.injections.clone() {
             match injection {
-                Injection::Drop { send } if send == number => copies = 0,
-                Injection::Duplicate { send } if send == number => copies = 2,
+                Injection::Drop { send } if send == number => is_dropped = true,
                 Injection::Delay { send, by } if send == number => delay += by,
                 Injection::DelayAll { most } => {
                     delay += Duration::from_nanos(
@@ -163,13 +151,13 @@ impl<T: Transport<Host>> Fault<T> {
                 _ => {}
             }
         }
-        for _ in 0..copies {
-            let copy = Sending { header: sending.header.clone(), buffer: sending.buffer.clone() };
-            if delay.is_zero() {
-                now.push(copy)
-            } else {
-                self.delayed.push((Instant::now() + delay, copy))
-            }
+        if is_dropped {
+            return Ok(());
+        }
+        if delay.is_zero() {
+            now.push(sending)
+        } else {
+            self.delayed.push((Instant::now() + delay, sending))
         }
         Ok(())
     }
@@ -275,13 +263,6 @@ impl<T: Transport<Host>> Control for Fault<T> {
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.check_alive()?;
-        let dies = |injection: &Injection| match injection {
-            Injection::DieInGather { round: first } => round >= *first,
-            _ => false,
-        };
-        if self.injections.iter().any(dies) {
-            return self.die(format!("gather {round}"));
-        }
         self.inner.start_all_gather(round, bytes)
     }
 

@@ -505,7 +505,7 @@ fn pack(layout: &RowLayout, fields: &[&Array4<f64>]) -> Vec<u8> {
 }
 
 /// Rounds a number and appends its bytes.
-pub(crate) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
+pub fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
     match dtype {
         DType::F64 => into.extend(number.to_ne_bytes()),
         DType::F32 => into.extend(<f32 as Element>::from_f64(number).to_ne_bytes()),
@@ -515,7 +515,7 @@ pub(crate) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
 }
 
 /// Widens the number in these bytes, of which there are as many as it has.
-pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
+pub fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     fn read<T: Element>(bytes: &[u8]) -> f64 {
         bytemuck::pod_read_unaligned::<T>(bytes).to_f64()
     }

@@ -11,8 +11,7 @@
 //!   event has passed is an error and never gives stale bytes;
 //! * **tensors** (`tensor.rs`): the views of a pass are tags: a handle, a type and a shape;
 //! * **backend** (`backend.rs`): every call queues work of [`Pairwise`]'s arithmetic;
-//! * **transport** (`transport.rs`): copies from one device to another, and those of
-//!   [`annulus_comm::Staged`] through host memory.
+//! * **copies** (`staged.rs`) of [`annulus_comm::Staged`] through host memory.
 
 mod backend;
 mod fault;
@@ -20,12 +19,13 @@ mod kernel;
 mod memory;
 mod pairwise;
 pub mod patterns;
+mod staged;
 mod tensor;
-mod transport;
 
 pub use backend::{MockBackend, MockPass, MockWorkspace};
 pub use fault::{Fault, Injection};
+pub use kernel::{decode, encode};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
 pub use pairwise::{Pairwise, PairwisePass, PairwiseWorkspace};
+pub use staged::{Download, Upload};
 pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};
-pub use transport::{DeviceTransport, Download, Upload, device_ring};

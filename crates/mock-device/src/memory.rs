@@ -205,11 +205,6 @@ impl Device {
         }
     }
 
-    /// True while a tile kernel that takes time runs.
-    pub(crate) fn runs_kernel(&self) -> bool {
-        lock(&self.0.queue).began.is_some()
-    }
-
     /// Executes one item of queued work, if there is one and its time has passed.
     fn poll(&self) -> Result<Polled> {
         let mut queue = lock(&self.0.queue);

@@ -5,9 +5,11 @@ use std::time::Duration;
 use annulus::{Attention, LocalRing, Plan, Setup, comm::ring::Ring};
 use annulus_comm::{Deadline, Staged, threads};
 use annulus_conformance::{
-    Answer, Case, FacadeOn, RankSetup, RingSubject, Setting, Subject, TensorMemory, suite,
+    Answer, Case, FacadeOn, RankSetup, RingSubject, Setting, Subject, TensorMemory,
+    device::{decode, encode},
+    suite,
 };
-use annulus_core::{DType, Dims, Element, Error, HostViews, Result, Spec};
+use annulus_core::{DType, Dims, Error, HostViews, Result, Spec};
 use annulus_cuda::{
     Cuda, Variant,
     device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
@@ -37,30 +39,14 @@ impl TensorMemory for CudaMemory {
 
     fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<CudaTensor> {
         let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
-        for &number in &numbers {
-            match dtype {
-                DType::F64 => bytes.extend(number.to_le_bytes()),
-                DType::F32 => bytes.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
-                DType::Bf16 => {
-                    bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes())
-                }
-                DType::F16 => bytes.extend(<half::f16 as Element>::from_f64(number).to_le_bytes()),
-            }
-        }
+        numbers.iter().for_each(|&number| encode(number, dtype, &mut bytes));
         CudaTensor::upload(&self.0, &bytes, dtype, numbers.dim().into())
     }
 
     fn download(&self, tensor: &CudaTensor) -> Result<Array4<f64>> {
         let bytes = tensor.download()?;
         let dtype = tensor.view().dtype();
-        let number = |bytes: &[u8]| match (dtype, bytes) {
-            (DType::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
-            (DType::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
-            (DType::Bf16, &[a, b]) => half::bf16::from_le_bytes([a, b]).to_f64(),
-            (DType::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f64(),
-            _ => f64::NAN,
-        };
-        let numbers = bytes.chunks_exact(dtype.bytes()).map(number).collect();
+        let numbers = bytes.chunks_exact(dtype.bytes()).map(|bytes| decode(dtype, bytes)).collect();
         Array4::from_shape_vec(tensor.view().shape(), numbers).map_err(Error::internal)
     }
 

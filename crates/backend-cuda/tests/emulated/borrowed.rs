@@ -19,7 +19,7 @@ use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Spec};
 use annulus_cuda::{
     Cuda,
     device::{
-        CudaTensor, CudaView, Device, Status, Stream, Symbols,
+        CudaTensor, CudaView, CudaViewMut, Device, Status, Stream, Symbols,
         cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUstream},
     },
 };
@@ -29,6 +29,7 @@ use annulus_plan::Layout;
 use crate::{
     common::{DEADLINE, ring, staged},
     support::{backward_inputs, compiler, emulated_on, hopper_on, next_device},
+    warpgroup_backward::{KEYS, QUERIES},
 };
 
 static RETAINED: AtomicUsize = AtomicUsize::new(0);
@@ -129,36 +130,72 @@ const ROWS: usize = 150;
 const HEADS: usize = 2;
 const DIM: usize = 16;
 
-/// A tensor `[1, ROWS, HEADS, DIM]` with `apart` elements from one head to the next.
-fn tensor(cuda: &Cuda, salt: usize, apart: usize) -> Result<CudaTensor> {
-    let number = |index: usize| {
-        let (row, x) = (index / apart, index % apart);
-        // numbers beyond the dims are not those of a dense tensor
-        if x < DIM { ((row * DIM + x) * 7 + salt) % 23 } else { 1000 }
-    };
-    let bytes: Vec<u8> = (0..ROWS * HEADS * apart)
-        .flat_map(|index| half::bf16::from_f32(number(index) as f32 * 0.1 - 1.0).to_ne_bytes())
-        .collect();
-    CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, [1, ROWS, HEADS, apart])
+/// Byte beside the elements of an output.
+const BESIDE: u8 = 0x5a;
+
+/// Elements between one head of a tensor and its next.
+#[derive(Debug, Clone, Copy, Default)]
+struct Gaps {
+    kv: usize,
+    /// Of q, dout, and out as an input.
+    queries: usize,
+    /// Of out as an output.
+    out: usize,
 }
 
-fn view(tensor: &CudaTensor, apart: usize) -> CudaView<'_> {
-    let strides = [0, HEADS * apart, apart, 1].map(|stride| stride as i64);
-    // SAFETY: the tensor has `apart` elements for each head, of which these are the first.
-    unsafe {
-        CudaView::from_raw(tensor.view().address(), DType::Bf16, [1, ROWS, HEADS, DIM], strides)
+/// A tensor `[1, ROWS, HEADS, dim + gap]`, of numbers or, without a `salt`, of [`BESIDE`].
+struct Spaced {
+    whole: CudaTensor,
+    dim: usize,
+    gap: usize,
+}
+
+impl Spaced {
+    fn new(cuda: &Cuda, salt: Option<usize>, dim: usize, gap: usize) -> Result<Self> {
+        let apart = dim + gap;
+        let number = |index: usize, salt: usize| {
+            let (row, x) = (index / apart, index % apart);
+            // numbers beyond the dims are not those of a dense tensor
+            let number = if x < dim { ((row * dim + x) * 7 + salt) % 23 } else { 1000 };
+            half::bf16::from_f32(number as f32 * 0.1 - 1.0).to_ne_bytes()
+        };
+        let bytes: Vec<u8> = (0..ROWS * HEADS * apart)
+            .flat_map(|index| salt.map_or([BESIDE; 2], |salt| number(index, salt)))
+            .collect();
+        let shape = [1, ROWS, HEADS, apart];
+        let whole = CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, shape)?;
+        Ok(Self { whole, dim, gap })
+    }
+
+    fn layout(&self) -> (u64, DType, [usize; 4], [i64; 4]) {
+        let apart = self.dim + self.gap;
+        let strides = [0, HEADS * apart, apart, 1].map(|stride| stride as i64);
+        (self.whole.view().address(), DType::Bf16, [1, ROWS, HEADS, self.dim], strides)
+    }
+
+    fn view(&self) -> CudaView<'_> {
+        let (address, dtype, shape, strides) = self.layout();
+        // SAFETY: the first `dim` elements of each head.
+        unsafe { CudaView::from_raw(address, dtype, shape, strides) }
+    }
+
+    fn view_mut(&mut self) -> CudaViewMut<'_> {
+        let (address, dtype, shape, strides) = self.layout();
+        // SAFETY: as for `view`, borrowed mutably.
+        unsafe { CudaViewMut::from_raw(address, dtype, shape, strides) }
+    }
+
+    /// Returns the bytes of the elements; those beside them must be [`BESIDE`].
+    fn own(&self) -> Result<Vec<u8>> {
+        let mut own = Vec::new();
+        for head in self.whole.download()?.chunks_exact(2 * (self.dim + self.gap)) {
+            let (elements, beside) = head.split_at(2 * self.dim);
+            assert!(beside.iter().all(|&byte| byte == BESIDE), "{}", self.gap);
+            own.extend(elements);
+        }
+        Ok(own)
     }
 }
-
-/// Elements from one head of a tensor to its next.
-#[derive(Debug, Clone, Copy)]
-struct Apart {
-    kv: usize,
-    /// Of q, out and dout.
-    queries: usize,
-}
-
-const DENSE: Apart = Apart { kv: DIM, queries: DIM };
 
 /// Results of both passes.
 struct Results {
@@ -173,64 +210,58 @@ struct Results {
 }
 
 /// Runs both passes on device `ordinal`.
-fn attend(cuda: &Cuda, ordinal: usize, apart: Apart) -> Result<Results> {
+fn attend(cuda: &Cuda, ordinal: usize, value_dim: usize, gaps: Gaps) -> Result<Results> {
     let attention = Attention::new().causal(true).dtype(DType::Bf16);
-    let mut ring = ring(cuda, &attention, Dims::new(1, ROWS, HEADS, DIM))?;
-    let dense = || CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, DIM]);
-    let q = tensor(cuda, 1, apart.queries)?;
-    let [k, v] = [tensor(cuda, 2, apart.kv)?, tensor(cuda, 3, apart.kv)?];
-    let mut out = dense()?;
+    let mut ring = ring(cuda, &attention, Dims { value_dim, ..Dims::new(1, ROWS, HEADS, DIM) })?;
+    let q = Spaced::new(cuda, Some(1), DIM, gaps.queries)?;
+    let k = Spaced::new(cuda, Some(2), DIM, gaps.kv)?;
+    let v = Spaced::new(cuda, Some(3), value_dim, gaps.kv)?;
+    let mut out = Spaced::new(cuda, None, value_dim, gaps.out)?;
     let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [1, HEADS, ROWS, 1])?;
-    let inputs = Inputs::new(view(&q, apart.queries), view(&k, apart.kv), view(&v, apart.kv));
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
     ring.forward(&inputs, &mut Outputs::new(out.view_mut(), lse.view_mut()))?;
     cuda.stream().synchronize(DEADLINE)?;
     let blocks = |kernel| emulator::blocks(ordinal, kernel);
     let forward_blocks = ["copy_elements", "fill_sums", "finish_forward"].map(blocks);
 
     // not the output of these inputs: any numbers do
-    let [out_of_rows, dout] = [tensor(cuda, 4, apart.queries)?, tensor(cuda, 5, apart.queries)?];
-    let rows = [view(&out_of_rows, apart.queries), lse.view(), view(&dout, apart.queries)];
-    let [mut dq, mut dk, mut dv] = [dense()?, dense()?, dense()?];
+    let out_of_rows = Spaced::new(cuda, Some(4), value_dim, gaps.queries)?;
+    let dout = Spaced::new(cuda, Some(5), value_dim, gaps.queries)?;
+    let rows = [out_of_rows.view(), lse.view(), dout.view()];
+    let dense = |dim| CudaTensor::uninitialized(cuda.stream(), DType::Bf16, [1, ROWS, HEADS, dim]);
+    let [mut dq, mut dk, mut dv] = [dense(DIM)?, dense(DIM)?, dense(value_dim)?];
     let gradients = &mut Gradients::new(dq.view_mut(), dk.view_mut(), dv.view_mut());
     ring.backward(&backward_inputs(inputs, rows), gradients)?;
     cuda.stream().synchronize(DEADLINE)?;
     Ok(Results {
-        out: out.download()?,
+        out: out.own()?,
         gradients: [dq.download()?, dk.download()?, dv.download()?],
         forward_blocks,
         backward_copies: blocks("copy_elements") - forward_blocks[0],
     })
 }
 
-fn open(on_warpgroups: bool, ordinal: usize) -> Cuda {
-    if on_warpgroups { hopper_on(ordinal, None, 0) } else { emulated_on(ordinal) }
-        .expect("an emulated device")
-}
-
-/// Results with strides, and bits as with dense tensors.
-fn attend_as_dense(on_warpgroups: bool, apart: Apart) -> Results {
-    let [one, other] = [next_device(), next_device()];
-    let got = attend(&open(on_warpgroups, one), one, apart).expect("gradients");
-    let want = attend(&open(on_warpgroups, other), other, DENSE).expect("gradients");
-    assert!(got.out == want.out, "{on_warpgroups} {apart:?}");
-    assert!(got.gradients == want.gradients, "{on_warpgroups} {apart:?}");
-    got
+/// Results on a new device, and the device.
+fn attend_on(on_warpgroups: bool, value_dim: usize, gaps: Gaps) -> (Results, usize) {
+    let ordinal = next_device();
+    let open = if on_warpgroups { hopper_on(ordinal, None, 0) } else { emulated_on(ordinal) };
+    let cuda = open.expect("an emulated device");
+    (attend(&cuda, ordinal, value_dim, gaps).expect("gradients"), ordinal)
 }
 
 #[test]
 fn k_and_v_of_one_rank_are_copied_only_if_tma_cannot_read_them() {
+    let dense = [false, true].map(|level| attend_on(level, DIM, Gaps::default()).0);
     // rows and heads at multiples of 16 bytes, and not
-    for (on_warpgroups, apart, copies) in [
-        (false, DIM, false),
-        (false, 20, false),
-        (true, DIM, false),
-        (true, 24, false),
-        (true, 20, true),
-    ] {
-        let got = attend_as_dense(on_warpgroups, Apart { kv: apart, ..DENSE });
+    for (on_warpgroups, kv, copies) in
+        [(false, 0, false), (false, 4, false), (true, 0, false), (true, 8, false), (true, 4, true)]
+    {
+        let (got, _) = attend_on(on_warpgroups, DIM, Gaps { kv, ..Gaps::default() });
+        let want = &dense[usize::from(on_warpgroups)];
+        assert!(got.out == want.out && got.gradients == want.gradients, "{on_warpgroups} {kv}");
         let [copied, cleared, finished] = got.forward_blocks;
-        assert_eq!(copied > 0, copies, "{on_warpgroups} {apart}");
-        assert_eq!(got.backward_copies > 0, copies, "{on_warpgroups} {apart}");
+        assert_eq!(copied > 0, copies, "{on_warpgroups} {kv}");
+        assert_eq!(got.backward_copies > 0, copies, "{on_warpgroups} {kv}");
         assert_eq!([cleared, finished], [0, 0]);
     }
 }
@@ -238,7 +269,33 @@ fn k_and_v_of_one_rank_are_copied_only_if_tma_cannot_read_them() {
 /// delta is summed in one order, whether 16 bytes are loaded at once or not.
 #[test]
 fn gradients_do_not_depend_on_strides_of_queries() {
-    for queries in [24, 20, 17] {
-        attend_as_dense(false, Apart { queries, ..DENSE });
+    let (dense, _) = attend_on(false, DIM, Gaps::default());
+    for queries in [8, 4, 1] {
+        let (got, _) = attend_on(false, DIM, Gaps { queries, ..Gaps::default() });
+        assert!(got.out == dense.out && got.gradients == dense.gradients, "{queries}");
     }
+}
+
+/// One panel of values, and two.
+#[test]
+fn outputs_are_written_by_tma_or_threads_and_nothing_beside_them() {
+    for value_dim in [16, 72] {
+        let (dense, _) = attend_on(true, value_dim, Gaps::default());
+        // heads at multiples of 16 bytes; heads that TMA cannot address
+        for out in [8, 4] {
+            let (got, _) = attend_on(true, value_dim, Gaps { out, ..Gaps::default() });
+            assert!(got.out == dense.out, "{value_dim} {out}");
+        }
+    }
+}
+
+/// dK and dV of tensors that TMA cannot read run on tensor cores; dQ streams records and does not.
+#[test]
+fn tensors_that_tma_cannot_read_run_on_mma_sync() {
+    let (dense, _) = attend_on(false, DIM, Gaps::default());
+    let (got, ordinal) = attend_on(true, DIM, Gaps { queries: 1, kv: 0, out: 0 });
+    let blocks = [QUERIES, KEYS].map(|names| names.map(|name| emulator::blocks(ordinal, name)));
+    assert_eq!(blocks, [[4, 0, 0], [0, 0, 6]]);
+    // dK and dV of the same kernel
+    assert!(got.gradients[1..] == dense.gradients[1..]);
 }

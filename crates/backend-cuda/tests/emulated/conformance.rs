@@ -17,7 +17,7 @@ use crate::{
 
 verdicts! {
     random_cases_hold_on_the_emulated_device: suite::random_cases(&plain(), 0..40);
-    a_sample_of_the_matrix_holds_on_the_emulated_device: suite::matrix(&plain(), Scale::OneIn(13));
+    a_sample_of_the_matrix_holds_on_the_emulated_device: suite::matrix(&plain(), Scale::OneIn(41));
     random_cases_hold_for_tensors_in_host_memory: suite::random_cases(&plain_hosted(), 100..120);
     key_lists_hold_on_the_emulated_device: suite::key_lists(&plain_hosted(), true, 400..424);
     awkward_sizes_hold_on_the_emulated_device: suite::sizes(&plain(), Scale::Full);
@@ -27,11 +27,11 @@ verdicts! {
 
 #[test]
 fn the_numeric_rules_hold_on_the_emulated_device() {
-    // every element type and every layout, but not all combinations, which would take minutes
+    // every layout, but not all combinations, which would take minutes
     for (dtype, (ranks, layout)) in [
         (DType::F64, (1, Layout::Contiguous)),
         (DType::F32, (2, Layout::Zigzag)),
-        (DType::Bf16, (1, Layout::Contiguous)),
+        // bf16 has the kernels of f16, and fewer numbers beyond its range
         (DType::F16, (2, Layout::Striped)),
     ] {
         suite::numeric_rules_on(&plain(), dtype, &Setting::new(ranks, layout)).unwrap();
@@ -40,10 +40,9 @@ fn the_numeric_rules_hold_on_the_emulated_device() {
 
 #[test]
 fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
-    // a ring or one rank an element type: all 13 would take the fibers many minutes
+    // a ring an element type: all 13 settings would take the fibers many minutes
     for (dtype, setting) in [
         (DType::F64, Setting::new(2, Layout::Contiguous)),
-        (DType::F32, Setting::ALONE),
         (DType::F32, Setting::new(3, Layout::Zigzag)),
         (DType::Bf16, Setting::new(2, Layout::Contiguous)),
         (DType::F16, Setting::new(2, Layout::Striped)),
@@ -54,7 +53,7 @@ fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
 
 #[test]
 fn strategies_hold_for_tensors_in_host_memory() {
-    suite::strategies(&plain_hosted(), 4..7).unwrap();
+    suite::strategies(&plain_hosted(), 4..6).unwrap();
 }
 
 #[test]
@@ -72,7 +71,6 @@ fn wide_heads_hold_on_the_emulated_device() {
     // other tests cover dims of 32 and 64
     for (dtype, dim, causal, ragged) in [
         (DType::F32, 128, true, true),
-        (DType::F32, 256, false, true),
         (DType::F64, 256, true, true),
         (DType::Bf16, 128, true, false),
         (DType::Bf16, 256, true, true),

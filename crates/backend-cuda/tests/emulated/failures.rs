@@ -249,7 +249,8 @@ fn unsupported_specs_are_refused_at_plan_time() {
     let cuda = emulated().unwrap();
     assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0, level matrix");
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
-    assert_eq!(cuda.capabilities(&spec).unwrap().kv_tile, 64);
+    let capabilities = cuda.capabilities(&spec).unwrap();
+    assert_eq!((capabilities.kv_tile, capabilities.reproducible), (64, false));
     let wide = Spec { dims: Dims { value_dim: Variant::MAX_DIM + 1, ..spec.dims }, ..spec.clone() };
     let refused = |spec: &Spec, text: &str| {
         let result = cuda.capabilities(spec);

@@ -71,25 +71,24 @@ fn matrix<const TARGET: u32>() -> impl Subject {
 
 verdicts! {
     random_cases_hold_as_hip: suite::random_cases(&plain(), 300..312);
-    random_cases_hold_on_matrix_cores: suite::random_cases(&matrix::<0x942>(), 300..306);
+    random_cases_hold_on_matrix_cores: suite::random_cases(&matrix::<0x942>(), 300..318);
     random_cases_hold_in_memory_shared_with_the_host:
         suite::random_cases(&hosted("emulated apu", || apu_on(next_device())), 306..312);
-    a_sample_of_the_matrix_holds_as_hip: suite::matrix(&plain(), Scale::OneIn(41));
+    a_sample_of_the_matrix_holds_as_hip: suite::matrix(&plain(), Scale::OneIn(123));
     a_sample_of_the_matrix_holds_on_matrix_cores:
-        suite::matrix(&matrix::<0x90a>(), Scale::OneIn(41));
+        suite::matrix(&matrix::<0x90a>(), Scale::OneIn(123));
     a_visible_nan_does_not_depend_on_the_ranks_as_hip: suite::nonfinite_on(
         &plain(),
         Poison::NanAndInfinities,
         DType::F32,
-        &[Setting::ALONE, Setting::new(3, Layout::Zigzag)],
+        &[Setting::new(3, Layout::Zigzag)],
     );
     a_visible_nan_does_not_depend_on_the_ranks_on_matrix_cores: suite::nonfinite_on(
         &matrix::<0x942>(),
         Poison::NanAndInfinities,
         DType::F16,
-        &[Setting::ALONE, Setting::new(3, Layout::Zigzag)],
+        &[Setting::new(3, Layout::Zigzag)],
     );
-    wide_heads_of_f64_hold_as_hip: wide(&plain(), DType::F64, 256, true, true);
     wide_heads_of_bf16_hold_as_hip: wide(&plain(), DType::Bf16, 128, true, false);
 }
 
@@ -100,33 +99,30 @@ fn every_dim_type_and_target_holds_on_matrix_cores() {
         &matrix::<0x942>(),
         dims,
         &[
-            (DType::Bf16, 64, false, one, 1),
             (DType::F16, 64, true, one, 2),
-            (DType::F16, 128, false, one, 2),
-            (DType::Bf16, 128, true, one, 1),
             (DType::F16, 256, true, one, 1),
             // rows that cannot be loaded 16 bytes at a time
             (DType::Bf16, 71, false, one, 1),
         ],
     );
-    let few = [(DType::F16, 64, true, one, 1), (DType::Bf16, 128, false, one, 1)];
-    passes_hold(&matrix::<0x90a>(), dims, &few);
-    passes_hold(&matrix::<0x950>(), dims, &few);
+    // the sample of the matrix is of 0x90a
+    passes_hold(&matrix::<0x950>(), dims, &[(DType::F16, 64, false, one, 1)]);
 }
 
 #[test]
 fn options_hold_on_matrix_cores() {
     for (name, change) in &SCORE_OPTIONS {
-        let mut spec = Spec::new(dims(72), DType::F64);
+        let few = Dims { q_len: 130, kv_len: 150, ..dims(40) };
+        let mut spec = Spec::new(few, DType::F64);
         change(&mut spec);
-        let masks = Masks { window: Some([Some(170), Some(90)]), ..Masks::default() };
+        let masks = Masks { window: Some([Some(80), Some(60)]), ..Masks::default() };
         let case = Case::new(*name, spec, masks, &mut Draw::new(3)).in_dtype(DType::F16);
         suite::answer(&matrix::<0x90a>(), &case, &Setting::ALONE)
             .unwrap_or_else(|wrong| panic!("{name}: {wrong}"));
     }
     // a bias, slope, sinks and dropout of every head; several heads in a tile; ranges of keys
     for (q_len, kv_len, dim, dtype) in
-        [(70, 150, 80, DType::Bf16), (10, 700, 80, DType::Bf16), (3, 150, 256, DType::F16)]
+        [(70, 150, 80, DType::Bf16), (10, 700, 40, DType::F16), (3, 150, 256, DType::F16)]
     {
         let dims = Dims { kv_len, kv_heads: 2, ..Dims::new(2, q_len, 6, dim) };
         let causal = Masks { causal: true, ..Masks::default() };
@@ -142,7 +138,7 @@ fn options_hold_on_matrix_cores() {
 
 #[test]
 fn masked_elements_that_are_not_finite_change_nothing_on_matrix_cores() {
-    for dim in [64, 128, 256] {
+    for dim in [64, 256] {
         masked_rows_change_no_bit(&matrix::<0x942>(), DType::F16, [300, dim]).unwrap();
         let spec = Spec::new(Dims { kv_len: 300, ..dims(dim) }, DType::F64);
         non_finite_elements_reach_visible_pairs(&matrix::<0x942>(), spec);

@@ -1,33 +1,30 @@
 //! GQA packing: every per-head feature is correct, the output is bitwise that of unpacked heads,
 //! and fewer blocks are launched.
 //!
-//! Tile scheduler and outputs of the forward pass on warpgroups: tiles are computed once whatever
-//! the number of blocks, packed heads keep their bits, and outputs leave by TMA where it can write
-//! them.
+//! Tile scheduler of the forward pass on warpgroups: tiles are computed once whatever the number of
+//! blocks, and packed heads keep their bits.
 
 use std::time::Duration;
 
-use annulus::Attention;
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject, suite};
-use annulus_core::{Alignment, Batch, DType, DenseMask, Dims, Inputs, Outputs, Spec};
-use annulus_cuda::device::{CudaTensor, CudaViewMut};
+use annulus_core::{Alignment, Batch, DType, DenseMask, Dims, Spec};
 use annulus_cuda_emulator as emulator;
 use ndarray::{Array2, Axis};
 
 use crate::{
-    common::{DEADLINE, ring, staged},
+    common::staged,
     mistakes::Planted,
     support::{blocks, emulated_on, every_feature, hopper_on, next_device, plain},
 };
 
 /// Dims with few queries, as in decoding.
-pub(crate) fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
+fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
     Dims { batch: 2, q_len, kv_len: 97, q_heads, kv_heads, head_dim: 24, value_dim: 40 }
 }
 
 /// A case in which every head has its own bias, slope, sinks and dropout, with masked pairs in many
 /// tiles.
-pub(crate) fn full(dims: Dims, dtype: DType) -> Case {
+fn full(dims: Dims, dtype: DType) -> Case {
     let window = Some([Some(80), None]);
     let masks = Masks { causal: true, window, first_visible: 2, ..Masks::default() };
     every_feature(dims, masks, dtype)
@@ -167,7 +164,7 @@ pub(crate) fn mostly_empty() -> Case {
 }
 
 /// 40 queries of four heads of one KV head: packed, they fill 160 of the 192 rows of a tile.
-pub(crate) fn packed(dtype: DType) -> Case {
+fn packed(dtype: DType) -> Case {
     let dims = Dims { batch: 2, q_len: 40, kv_len: 150, q_heads: 4, kv_heads: 1, ..stairs_dims() };
     let masks = Masks { causal: true, first_visible: 2, ..Masks::default() };
     let mut spec = Spec::new(dims, DType::F64);
@@ -215,59 +212,4 @@ fn packing_changes_no_bit_on_warpgroups() {
     let case = packed(DType::Bf16);
     let [(want, _), (got, _)] = [&case, &apart(&case)].map(|case| passes(case, None, 2).unwrap());
     assert!(got[0].out == want[0].out && got[0].lse == want[0].lse && got[0].dq == want[0].dq);
-}
-
-/// Bytes of a tensor whose rows, but the first and the last, are `out`, and whose heads begin
-/// `apart` elements from each other.
-fn out_with(apart: usize, value_dim: usize) -> annulus::Result<Vec<u8>> {
-    const ROWS: usize = 200;
-    const HEADS: usize = 2;
-    let cuda = hopper_on(next_device(), None, 0)?;
-    let attention = Attention::new().causal(true).dtype(DType::Bf16);
-    let mut ring = ring(&cuda, &attention, Dims { value_dim, ..Dims::new(1, ROWS, HEADS, 16) })?;
-    let tensor = |salt: usize, dim: usize| {
-        let number = |index: usize| half::bf16::from_f32((index * 7 + salt) as f32 % 23.0 * 0.1);
-        let bytes: Vec<u8> =
-            (0..ROWS * HEADS * dim).flat_map(|index| number(index).to_ne_bytes()).collect();
-        CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, [1, ROWS, HEADS, dim])
-    };
-    let [q, k, v] = [tensor(1, 16)?, tensor(2, 16)?, tensor(3, value_dim)?];
-    let shape = [1, ROWS + 2, HEADS, apart];
-    let bytes = vec![0x5a; 2 * (ROWS + 2) * HEADS * apart];
-    let out = CudaTensor::upload(cuda.stream(), &bytes, DType::Bf16, shape)?;
-    let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [1, HEADS, ROWS, 1])?;
-    let row = (HEADS * apart) as i64;
-    let first = out.view().address() + 2 * row.unsigned_abs();
-    // SAFETY: rows 1 … ROWS of the tensor, of which the first `value_dim` elements of each head.
-    let view = unsafe {
-        let strides = [0, row, apart as i64, 1];
-        CudaViewMut::from_raw(first, DType::Bf16, [1, ROWS, HEADS, value_dim], strides)
-    };
-    let inputs = Inputs::new(q.view(), k.view(), v.view());
-    ring.forward(&inputs, &mut Outputs::new(view, lse.view_mut()))?;
-    cuda.stream().synchronize(DEADLINE)?;
-    out.download()
-}
-
-#[test]
-fn outputs_are_written_by_tma_or_threads_and_nothing_beside_them() {
-    const HEADS: usize = 2;
-    for value_dim in [16, 72] {
-        // contiguous; heads at multiples of 16 bytes; heads that TMA cannot address
-        let all = [value_dim, value_dim + 8, value_dim + 4].map(|apart| {
-            let bytes = out_with(apart, value_dim).unwrap();
-            let mut elements = Vec::new();
-            for (row, heads) in bytes.chunks_exact(2 * HEADS * apart).enumerate() {
-                for head in heads.chunks_exact(2 * apart) {
-                    let (own, beside) = head.split_at(2 * value_dim);
-                    let is_outside = row == 0 || row == 201;
-                    assert!(beside.iter().all(|&byte| byte == 0x5a), "{apart}: row {row}");
-                    assert!(!is_outside || own.iter().all(|&byte| byte == 0x5a), "{apart}: {row}");
-                    elements.extend(own.to_vec());
-                }
-            }
-            elements
-        });
-        assert!(all[0] == all[1] && all[0] == all[2], "{value_dim}");
-    }
 }

@@ -96,14 +96,14 @@ fn several_tiles(dim: usize, masks: Masks) -> Case {
 fn every_dim_holds_on_warpgroups() {
     let causal = Masks { causal: true, ..Masks::default() };
     let window = Masks { window: Some([Some(150), Some(40)]), ..Masks::default() };
-    for dim in [64, 128, 256] {
-        for (dtype, masks) in [
-            (DType::Bf16, causal.clone()),
-            (DType::F16, window.clone()),
-            (DType::Bf16, Masks::default()),
-        ] {
-            verdict(&on_warpgroups(None), &several_tiles(dim, masks).in_dtype(dtype)).unwrap();
-        }
+    for (dim, dtype, masks) in [
+        (64, DType::Bf16, causal.clone()),
+        (64, DType::F16, Masks::default()),
+        (128, DType::F16, window),
+        (256, DType::Bf16, causal),
+        (256, DType::Bf16, Masks::default()),
+    ] {
+        verdict(&on_warpgroups(None), &several_tiles(dim, masks).in_dtype(dtype)).unwrap();
     }
 }
 
@@ -113,18 +113,15 @@ fn warpgroups() -> impl Subject {
 
 verdicts! {
     random_cases_hold_on_warpgroups: suite::random_cases(&warpgroups(), 200..260);
-    a_sample_of_the_matrix_holds_on_warpgroups: suite::matrix(&warpgroups(), Scale::OneIn(41));
+    a_sample_of_the_matrix_holds_on_warpgroups: suite::matrix(&warpgroups(), Scale::OneIn(123));
     awkward_sizes_hold_on_warpgroups: suite::sizes(&warpgroups(), Scale::OneIn(2));
-    bits_repeat_on_warpgroups: suite::same_bits_over_repeats(&warpgroups(), 2);
 }
 
 #[test]
 fn the_numeric_rules_hold_on_warpgroups() {
-    for (dtype, (ranks, layout)) in
-        [(DType::Bf16, (1, Layout::Contiguous)), (DType::F16, (2, Layout::Zigzag))]
-    {
-        suite::numeric_rules_on(&warpgroups(), dtype, &Setting::new(ranks, layout)).unwrap();
-    }
+    // bf16 has the kernels of f16, and fewer numbers beyond its range
+    let setting = Setting::new(2, Layout::Zigzag);
+    suite::numeric_rules_on(&warpgroups(), DType::F16, &setting).unwrap();
 }
 
 #[test]

@@ -1,37 +1,29 @@
 //! Warpgroup backward on emulated GPUs of compute capability 9.0: which kernels serve a pass,
 //! masks, score options, and numbers that are not finite.
 
-use annulus_comm::{Deadline, Staged, threads};
-use annulus_conformance::{
-    Case, Draw, Masks, RankSetup, RingSubject, Setting, TensorMemory, suite,
-};
-use annulus_core::{BackwardMode, DType, Dims, Result, Spec};
-use annulus_cuda::{
-    Cuda, Variant,
-    device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut},
-};
-use annulus_cuda_emulator as emulator;
-use ndarray::{Array4, ArrayView4, s};
+use annulus_conformance::{Case, Draw, Masks, Setting, suite};
+use annulus_core::{BackwardMode, DType, Dims, Spec};
+use annulus_cuda::{Cuda, Variant};
+use ndarray::s;
 
 use crate::{
-    common::{CudaMemory, DEADLINE},
     matrix_backward::{large_scores, non_finite_elements_reach_visible_pairs, passes_hold},
     mistakes::{Of, Planted},
     support::{
-        SCORE_OPTIONS, blocks, hopper, hopper_on, masked_rows_change_no_bit, next_device,
-        on_warpgroups, orders_change_no_bit,
+        SCORE_OPTIONS, blocks, hopper, hopper_on, masked_rows_change_no_bit, on_warpgroups,
+        orders_change_no_bit,
     },
     warpgroup::{self, TWO_PANELS},
 };
 
 /// Kernels of dQ, and of dK and dV: on warpgroups without and with a score epilogue, on tensor
 /// cores.
-const QUERIES: [&str; 3] = [
+pub(crate) const QUERIES: [&str; 3] = [
     "backward_queries_warpgroup",
     "backward_queries_warpgroup_epilogue",
     "backward_queries_matrix",
 ];
-const KEYS: [&str; 3] =
+pub(crate) const KEYS: [&str; 3] =
     ["backward_keys_warpgroup", "backward_keys_warpgroup_epilogue", "backward_keys_matrix"];
 
 /// One batch row, heads 2 : 1, `queries` queries and 300 keys: full tiles and partial ones on both
@@ -142,77 +134,6 @@ fn masked_non_finite_elements_change_nothing() {
         let spec = Spec { soft_cap, ..Spec::new(dims(300, 16), DType::F64) };
         non_finite_elements_reach_visible_pairs(&on_warpgroups(None), spec);
     }
-}
-
-/// Rows that begin at odd multiples of two bytes, which TMA cannot read.
-struct RaggedRows(CudaMemory);
-
-/// A tensor with one element between its rows.
-struct RaggedTensor {
-    padded: CudaTensor,
-    shape: [usize; 4],
-}
-
-impl RaggedTensor {
-    fn strides(&self) -> [i64; 4] {
-        let [_, rows, heads, dim] = self.shape.map(|length| length as i64);
-        let row = heads * dim + 1;
-        [rows * row, row, dim, 1]
-    }
-}
-
-impl TensorMemory for RaggedRows {
-    type Space = CudaSpace;
-    type Tensor = RaggedTensor;
-
-    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<RaggedTensor> {
-        let (batch, rows, heads, dim) = numbers.dim();
-        let padded = Array4::from_shape_fn((batch, rows, 1, heads * dim + 1), |(b, row, _, x)| {
-            if x < heads * dim { numbers[[b, row, x / dim, x % dim]] } else { f64::NAN }
-        });
-        let padded = self.0.upload(padded.view(), dtype)?;
-        Ok(RaggedTensor { padded, shape: [batch, rows, heads, dim] })
-    }
-
-    fn download(&self, tensor: &RaggedTensor) -> Result<Array4<f64>> {
-        let [batch, rows, heads, dim] = tensor.shape;
-        let padded = self.0.download(&tensor.padded)?;
-        Ok(Array4::from_shape_fn((batch, rows, heads, dim), |(b, row, head, x)| {
-            padded[[b, row, 0, head * dim + x]]
-        }))
-    }
-
-    fn view<'a>(&self, tensor: &'a RaggedTensor) -> CudaView<'a> {
-        let of = tensor.padded.view();
-        // SAFETY: the strides stay within the padded tensor, which is borrowed as long.
-        unsafe { CudaView::from_raw(of.address(), of.dtype(), tensor.shape, tensor.strides()) }
-    }
-
-    fn view_mut<'a>(&self, tensor: &'a mut RaggedTensor) -> CudaViewMut<'a> {
-        let of = self.view(tensor);
-        // SAFETY: as for `view`; the padded tensor is borrowed mutably.
-        unsafe { CudaViewMut::from_raw(of.address(), of.dtype(), of.shape(), of.strides()) }
-    }
-}
-
-/// dK and dV of tensors that TMA cannot read run on tensor cores; dQ streams records and does not.
-#[test]
-fn tensors_that_tma_cannot_read_run_on_mma_sync() {
-    let ordinal = next_device();
-    let subject = RingSubject::new("ragged rows", move |ranks| -> Result<Vec<_>> {
-        let setup = |transport| {
-            let backend = hopper_on(ordinal, None, 0)?;
-            let copier = CudaCopier::new(backend.stream().device())?;
-            let staged = Staged::<_, CudaSpace>::new(transport, copier);
-            let memory = RaggedRows(CudaMemory(backend.stream().clone()));
-            Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
-        };
-        threads::ring(ranks).into_iter().map(setup).collect()
-    });
-    let case = plain_case("ragged", dims(150, 24), DType::Bf16);
-    suite::answer(&subject, &case, &Setting::ALONE).unwrap();
-    let blocks = [QUERIES, KEYS].map(|names| names.map(|name| emulator::blocks(ordinal, name)));
-    assert_eq!(blocks, [[4, 0, 0], [0, 0, 5]]);
 }
 
 /// Enough keys that the dQ pass uses stages again, and enough queries that the dK/dV pass does; or

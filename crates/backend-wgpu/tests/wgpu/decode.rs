@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use annulus::{
-    Attention, Cache, CacheShape, Dims, Error, Layout, LocalCache, Runtime, SinkShape, Spec,
+    Attention, Cache, CacheShape, Dims, Layout, LocalCache, Runtime, SinkShape, Spec,
     comm::threads::{Threads, each_rank, ring},
 };
 use annulus_conformance::{
@@ -205,24 +205,4 @@ fn a_token_copies_a_bias_of_a_function_once_for_each_cached_row_and_head() {
     // a value, a word of a tile mask, and a run for each 32 keys; then the starts of lists
     let most = 4 * rows as u64 * 9;
     assert!((4 * 4 * rows as u64..most).contains(&copied), "{copied} bytes, of {most}");
-}
-
-#[test]
-fn what_a_kv_cache_on_wgpu_does_not_have_is_refused() {
-    let Some(gpu) = gpu() else { return };
-    let refused = |attention: Attention, shape: CacheShape, words: &str| {
-        let errors = each_rank(ring(2), |rank, transport| {
-            Ok(Cache::with_backend(&attention, &Runtime::new(), shape, on(&gpu)(rank)?, transport)
-                .map(drop)
-                .unwrap_err())
-        });
-        for error in errors.unwrap() {
-            let named = matches!(error, Error::Unsupported { .. } | Error::Refused { .. });
-            assert!(named && error.to_string().contains(words), "{error}");
-        }
-    };
-    let shape = CacheShape::new(1, 2, 8);
-    refused(Attention::new().reproducible(true), shape, "reproducible");
-    refused(Attention::new().dtype(DType::F64), shape, "f64");
-    refused(Attention::new(), CacheShape::new(1, 2, 257), "257");
 }

@@ -14,15 +14,14 @@ use std::{
 };
 
 use annulus::{
-    Attention, Dims, Error,
+    Attention, Dims, Division, Error, Layout, Plan, Runtime, Tensors,
     comm::{
         Deadline, Staged,
-        ring::Ring,
         threads::{self, Threads, each_rank},
     },
 };
 use annulus_conformance::{suite, wgpu::WgpuRing};
-use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, mask::Predicate};
+use annulus_core::{DType, HostViews, Inputs, Outputs, Result, mask::Predicate};
 use annulus_wgpu::{
     Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace,
     wgpu::{
@@ -32,7 +31,7 @@ use annulus_wgpu::{
 };
 use ndarray::Array4;
 
-use crate::{DEADLINE, F32, adapter, forward, gpu, number, open, ring};
+use crate::{DEADLINE, F32, forward, gpu, number, open, ring};
 
 /// Opens a device and uses it. Returns true if it was then closed in turn, false if it was closed
 /// otherwise, `Some(None)` if it is open, and `None` without an adapter.
@@ -112,111 +111,66 @@ enum Doom {
     DuringBackward,
 }
 
-/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next.
-fn lose(doom: Doom) {
-    let dims = Dims::new(1, 96, 2, 8);
-    let Some(healthy) = gpu() else { return };
-    let Some(doomed) = open(&Options::default()) else { return };
-    let armed = Arc::new(AtomicBool::new(false));
-    let attention = || {
-        let gpu = doomed.clone();
-        let armed = Arc::clone(&armed);
-        // every pair is visible; rank 1 owns rows 32 … 63
-        let visible = move |i: i64, j: i64| {
-            if (32..64).contains(&i)
-                && !(32..64).contains(&j)
-                && armed.swap(false, Ordering::SeqCst)
-            {
-                gpu.device().destroy();
-            }
-            true
-        };
-        Attention::new().mask(Arc::new(Predicate::of_positions("all", visible)))
-    };
-    let fates = each_rank(threads::ring(3), |rank, transport| {
-        let gpu = if rank == 1 { &doomed } else { &healthy };
-        let mut ring = ring(gpu, transport, &attention(), dims)?;
-        let inputs = tensors(gpu, &ring, dims)?;
-        let mut outputs = outputs(gpu, &ring, dims)?;
-        let mut gradients = tensors(gpu, &ring, dims)?;
-        let [q, k, v] = &inputs;
-        let inputs = Inputs::new(q, k, v);
-        let [out, lse] = &mut outputs;
-        ring.forward(&inputs, &mut Outputs::new(out, lse))?;
-        let start = Instant::now();
-        if rank == 1 {
-            match doom {
-                Doom::BeforeThePass => gpu.device().destroy(),
-                Doom::DuringForward | Doom::DuringBackward => armed.store(true, Ordering::SeqCst),
-            }
-        }
-        // the tensors exist already, so the error is the ring's
-        let mut pass = || match doom {
-            Doom::DuringBackward => {
-                let inputs = BackwardInputs {
-                    forward: inputs,
-                    out: &outputs[0],
-                    max: &outputs[1],
-                    sum: None,
-                    ties: None,
-                    dout: q,
-                    dlse: None,
-                    out_residual: None,
-                };
-                let [dq, dk, dv] = &mut gradients;
-                ring.backward(&inputs, &mut Gradients::new(dq, dk, dv)).err()
-            }
-            _ => {
-                let [out, lse] = &mut outputs;
-                ring.forward(&inputs, &mut Outputs::new(out, lse)).err()
-            }
-        };
-        let errors = (pass(), pass());
-        Ok((errors, start.elapsed()))
-    })
-    .expect("every rank returns");
-    assert!(!armed.load(Ordering::SeqCst), "{doom:?}: the mask was not evaluated");
-    for (rank, ((first, second), after)) in fates.iter().enumerate() {
-        assert!(*after < DEADLINE, "rank {rank} took {after:?}");
-        assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
-        assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
-    }
-    assert!(
-        matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")),
-        "{:?}",
-        fates[1].0
-    );
+/// Plan of a rank for tensors in host memory.
+fn plan(gpu: &Gpu, transport: Threads, mask: Predicate) -> Result<Plan> {
+    let division = Division::new().layout(Layout::Contiguous);
+    let setup =
+        (Attention::new().mask(Arc::new(mask)), division, Runtime::new().deadline(DEADLINE));
+    let staged = Staged::<_, HostViews<WgpuSpace>>::new(transport, Copier::new(gpu.clone()));
+    Plan::with_backend(setup, Dims::new(1, 96, 2, 8), Wgpu::on_host(gpu.clone()), staged)
 }
 
+/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next.
 #[test]
 fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
-    lose(Doom::BeforeThePass);
-}
-
-#[test]
-fn a_device_that_is_destroyed_during_forward_ends_every_plan_before_the_deadline() {
-    lose(Doom::DuringForward);
-}
-
-#[test]
-fn a_device_that_is_destroyed_during_backward_ends_every_plan_before_the_deadline() {
-    lose(Doom::DuringBackward);
-}
-
-fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {
-    let rows = annulus_core::index(ring.q_rows().len());
-    let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
-    Ok([
-        tensor(dims.q_heads, dims.head_dim)?,
-        tensor(dims.kv_heads, dims.head_dim)?,
-        tensor(dims.kv_heads, dims.value_dim)?,
-    ])
-}
-
-fn outputs(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 2]> {
-    let rows = annulus_core::index(ring.q_rows().len());
-    let out = Tensor::zeros(gpu, [dims.batch, rows, dims.q_heads, dims.value_dim], DType::F32)?;
-    Ok([out, Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?])
+    for doom in [Doom::BeforeThePass, Doom::DuringForward, Doom::DuringBackward] {
+        let Some(healthy) = gpu() else { return };
+        let Some(doomed) = open(&Options::default()) else { return };
+        let armed = Arc::new(AtomicBool::new(false));
+        let all_visible = || {
+            let (gpu, armed) = (doomed.clone(), Arc::clone(&armed));
+            // rank 1 owns rows 32 … 63
+            let visible = move |i: i64, j: i64| {
+                let is_remote = (32..64).contains(&i) && !(32..64).contains(&j);
+                if is_remote && armed.swap(false, Ordering::SeqCst) {
+                    gpu.device().destroy();
+                }
+                true
+            };
+            Predicate::of_positions("all", visible)
+        };
+        let x = Array4::<f32>::zeros((1, 32, 2, 8));
+        let tensors = Tensors::new(x.view(), x.view(), x.view());
+        let fates = each_rank(threads::ring(3), |rank, transport| {
+            let gpu = if rank == 1 { &doomed } else { &healthy };
+            let mut plan = plan(gpu, transport, all_visible())?;
+            let forward = plan.forward(&tensors)?;
+            let start = Instant::now();
+            if rank == 1 {
+                match doom {
+                    Doom::BeforeThePass => doomed.device().destroy(),
+                    Doom::DuringForward | Doom::DuringBackward => {
+                        armed.store(true, Ordering::SeqCst)
+                    }
+                }
+            }
+            let mut pass = || match doom {
+                Doom::DuringBackward => plan.backward(&tensors, &forward, x.view(), None).err(),
+                _ => plan.forward(&tensors).err(),
+            };
+            Ok(([pass(), pass()], start.elapsed()))
+        })
+        .expect("every rank returns");
+        assert!(!armed.load(Ordering::SeqCst), "{doom:?}: the mask was not evaluated");
+        for (rank, ([first, second], after)) in fates.iter().enumerate() {
+            assert!(*after < DEADLINE, "{doom:?}: rank {rank} took {after:?}");
+            assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
+            assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
+        }
+        let [first, _] = &fates[1].0;
+        let is_lost = |what: &str| what.contains("lost");
+        assert!(matches!(first, Some(Error::Device { what }) if is_lost(what)), "{first:?}");
+    }
 }
 
 /// Opens a device as an unrelated program does: with these limits and without features.
@@ -345,23 +299,6 @@ fn a_copier_of_another_device_is_an_error_on_every_rank() {
         "{errors:?}"
     );
     assert!(errors[0].as_ref().is_some_and(Error::is_fatal), "{errors:?}");
-}
-
-#[test]
-fn a_device_serves_at_several_levels_at_once() {
-    let Some(gpu) = open(&Options::default()) else { return };
-    let Some(adapter) = adapter() else { return };
-    for level in adapter.levels.into_iter().filter(|&level| level != Level::Matrix) {
-        let at = gpu.at(level).expect("the level");
-        assert_eq!(at.level(), level);
-        let mut ring = ring(&at, alone(), &Attention::new(), DIMS).expect("a plan");
-        // the levels share tensors
-        forward(&gpu, &mut ring, DIMS).expect("a pass");
-    }
-    gpu.device().destroy();
-    // they share the loss of the device too
-    let error = gpu.at(Level::Plain).and_then(|at| at.synchronize()).err();
-    assert!(matches!(error, Some(Error::Device { .. })), "{error:?}");
 }
 
 #[test]

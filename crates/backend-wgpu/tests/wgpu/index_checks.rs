@@ -1,14 +1,10 @@
 //! Checks of indices in kernels. Kernels are compiled without them (`Options::check_bounds`), which
 //! is right if no index is beyond its array. Results then have the same bits if indices are clamped
-//! to the array, and if accesses beyond it read 0 and are not written.
+//! to the array.
 //!
 //! wgpu's checks leave out buffers where the device has `robustBufferAccess2`, as lavapipe has, so
-//! that tests on Vulkan translate kernels with the checks of buffers themselves.
-//!
-//! A software driver compiles a kernel with checks for seconds. So kernels of bf16 have none here:
-//! they access arrays at the indices of those of f16; nor have kernels without matrices at
-//! level `matrix`, which have the indices of `plain`
-//! (`crates/backend-wgpu/src/kernels/tests/mod.rs`).
+//! that tests on Vulkan translate kernels with the checks of buffers themselves. Without them an
+//! access of a buffer beyond its end reads 0 and is not written there.
 //!
 //! Code of the kernels that this adapter does not execute, because it depends on the device:
 //! matrices of subgroups that are smaller than the device's largest, and products of 32 × 32 bits
@@ -39,18 +35,6 @@ enum Checks {
     OfTheOption,
     /// Indices of workgroup memory and of buffers are clamped.
     Clamped,
-    /// Accesses beyond the array read 0 and are not written.
-    ReadZeroSkipWrite,
-}
-
-impl Checks {
-    const fn options(self) -> (bool, Option<Translate>) {
-        match self {
-            Self::OfTheOption => (true, None),
-            Self::Clamped => (false, Some(clamped)),
-            Self::ReadZeroSkipWrite => (false, Some(read_zero_skip_write)),
-        }
-    }
 }
 
 /// Kernels of the devices.
@@ -60,49 +44,45 @@ struct Kernels {
     tile: RegisterTile,
 }
 
-/// Devices that differ in the checks of indices in their kernels, as one subject. An answer with
+/// Two devices, without and with checks of indices in their kernels, as one subject. An answer with
 /// other bits than that without checks is an error.
 struct IndexChecks {
     unchecked: Gpu,
-    checked: Vec<(Checks, Gpu)>,
+    checked: Gpu,
+    checks: Checks,
     dtypes: Vec<DType>,
 }
 
 impl IndexChecks {
     /// Opens the devices; `None` without an adapter.
-    fn open(kernels: Kernels, checks: &[Checks], dtypes: &[DType]) -> Option<Self> {
+    fn open(kernels: Kernels, checks: Checks, dtypes: &[DType]) -> Option<Self> {
         let Kernels { level, tile } = kernels;
-        let mut checked = Vec::new();
-        for &checks in checks {
-            let (check_bounds, translate) = checks.options();
-            let options = Options {
-                level: Some(level),
-                register_tile: Some(tile),
-                check_bounds,
-                translate,
-                ..Options::default()
-            };
-            checked.push((checks, open(&options)?));
-        }
-        Some(Self { unchecked: gpu_with(level, Some(tile))?, checked, dtypes: dtypes.to_vec() })
-    }
-
-    /// Returns the same devices with these queries of a tile.
-    fn with_query_tile(&self, tile: QueryTileSize) -> Result<Self> {
-        let of_tile = |(checks, gpu): &(Checks, Gpu)| Ok((*checks, gpu.with_query_tile(tile)?));
-        Ok(Self {
-            unchecked: self.unchecked.with_query_tile(tile)?,
-            checked: self.checked.iter().map(of_tile).collect::<Result<_>>()?,
-            dtypes: self.dtypes.clone(),
+        let (check_bounds, translate): (bool, Option<Translate>) = match checks {
+            Checks::OfTheOption => (true, None),
+            Checks::Clamped => (false, Some(clamped)),
+        };
+        let options = Options {
+            level: Some(level),
+            register_tile: Some(tile),
+            check_bounds,
+            translate,
+            ..Options::default()
+        };
+        let checked = open(&options)?;
+        Some(Self {
+            unchecked: gpu_with(level, Some(tile))?,
+            checked,
+            checks,
+            dtypes: dtypes.to_vec(),
         })
     }
 
-    /// Returns the same devices with a change of one kernel.
-    fn edited(&self, edit: KernelEdit) -> Result<Self> {
-        let edited = |(checks, gpu): &(Checks, Gpu)| Ok((*checks, gpu.edited(edit)?));
+    /// Returns the same devices with a change of both.
+    fn with(&self, change: impl Fn(&Gpu) -> Result<Gpu>) -> Result<Self> {
         Ok(Self {
-            unchecked: self.unchecked.edited(edit)?,
-            checked: self.checked.iter().map(edited).collect::<Result<_>>()?,
+            unchecked: change(&self.unchecked)?,
+            checked: change(&self.checked)?,
+            checks: self.checks,
             dtypes: self.dtypes.clone(),
         })
     }
@@ -122,12 +102,11 @@ impl Subject for IndexChecks {
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let run = |gpu: &Gpu| WgpuRing::new(gpu.clone()).run(case, setting, times);
         let answers = run(&self.unchecked)?;
-        for (checks, gpu) in &self.checked {
-            for (checked, unchecked) in run(gpu)?.iter().zip(&answers) {
-                checked.same_bits(unchecked).map_err(|why| {
-                    Error::internal(format!("{checks:?}: other bits than without checks: {why}"))
-                })?;
-            }
+        for (checked, unchecked) in run(&self.checked)?.iter().zip(&answers) {
+            checked.same_bits(unchecked).map_err(|why| {
+                let checks = self.checks;
+                Error::internal(format!("{checks:?}: other bits than without checks: {why}"))
+            })?;
         }
         Ok(answers)
     }
@@ -135,26 +114,6 @@ impl Subject for IndexChecks {
 
 /// Translates a kernel with all indices clamped.
 fn clamped(wgsl: &str) -> std::result::Result<Translation, String> {
-    translate(wgsl, Policy::Restrict, Policy::Restrict)
-}
-
-/// Translates a kernel with indices checked by `ReadZeroSkipWrite`. naga has no such check for
-/// atomic operations: the kernels of a bias have one on a tile mask, so that their arrays in
-/// workgroup memory are clamped, and copies of 2-byte elements one on a buffer.
-fn read_zero_skip_write(wgsl: &str) -> std::result::Result<Translation, String> {
-    let unless =
-        |has_atomics| if has_atomics { Policy::Restrict } else { Policy::ReadZeroSkipWrite };
-    let on_tile_mask = wgsl.contains("atomicAnd(&visible_bits");
-    let on_buffer = wgsl.contains("sink: array<atomic<u32>>");
-    translate(wgsl, unless(on_tile_mask), unless(on_buffer))
-}
-
-/// Translates a kernel with checks of indices of workgroup memory and of buffers.
-fn translate(
-    wgsl: &str,
-    index: Policy,
-    buffer: Policy,
-) -> std::result::Result<Translation, String> {
     let module = naga::front::wgsl::parse_str(wgsl).map_err(|error| error.to_string())?;
     let info = Validator::new(ValidationFlags::all(), Capabilities::all())
         .validate(&module)
@@ -162,7 +121,11 @@ fn translate(
     let options = spv::Options {
         lang_version: (1, 4),
         force_loop_bounding: false,
-        bounds_check_policies: BoundsCheckPolicies { index, buffer, ..Default::default() },
+        bounds_check_policies: BoundsCheckPolicies {
+            index: Policy::Restrict,
+            buffer: Policy::Restrict,
+            ..Default::default()
+        },
         ..spv::Options::default()
     };
     let spirv =
@@ -192,8 +155,8 @@ fn all_epilogues(spec: &mut Spec) {
 }
 
 /// Requires the same bits, and right ones, of a case.
-fn holds(devices: &IndexChecks, case: &Case) {
-    for &dtype in devices.dtypes() {
+fn holds(devices: &IndexChecks, case: &Case, dtypes: &[DType]) {
+    for &dtype in dtypes {
         let case = case.in_dtype(dtype);
         suite::answer(devices, &case, &Setting::ALONE).expect("a right answer");
     }
@@ -201,8 +164,8 @@ fn holds(devices: &IndexChecks, case: &Case) {
 
 /// Opens the devices at [`Level::Plain`] with these checks, or with those of the option on an API
 /// that does not take SPIR-V; `None` without an adapter.
-fn of_plain(tile: RegisterTile, checks: &[Checks], dtypes: &[DType]) -> Option<IndexChecks> {
-    let checks = if is_vulkan(&adapter()?) { checks } else { &[Checks::OfTheOption] };
+fn of_plain(tile: RegisterTile, checks: Checks, dtypes: &[DType]) -> Option<IndexChecks> {
+    let checks = if is_vulkan(&adapter()?) { checks } else { Checks::OfTheOption };
     IndexChecks::open(Kernels { level: Level::Plain, tile }, checks, dtypes)
 }
 
@@ -213,35 +176,24 @@ fn is_vulkan(adapter: &Adapter) -> bool {
 
 #[test]
 fn checks_of_indices_change_no_bit_of_register_tiles_of_four_rows() {
-    let four = RegisterTile::FourRows;
-    let checks = &[Checks::OfTheOption, Checks::ReadZeroSkipWrite];
-    let Some(devices) = of_plain(four, checks, &[DType::F32, DType::F16]) else { return };
-    holds(&devices, &case("simple", |_| {}));
+    let dtypes = &[DType::F32, DType::F16];
+    let devices = of_plain(RegisterTile::FourRows, Checks::Clamped, dtypes);
+    let Some(devices) = devices else { return };
+    holds(&devices, &case("simple", |_| {}), &[DType::F32, DType::F16, DType::Bf16]);
+    holds(&devices, &case("all epilogues", all_epilogues), dtypes);
     // four elements at once; packed heads and ranges of keys
-    let Some(devices) = of_plain(four, &[Checks::OfTheOption], F32) else { return };
     let dims = Dims { q_len: 41, value_dim: 36, ..Dims::new(1, 70, 3, 12) };
-    holds(&devices, &of_dims("aligned", dims, |_| {}));
+    holds(&devices, &of_dims("aligned", dims, |_| {}), F32);
     let dims = Dims { q_len: 2, kv_heads: 1, value_dim: 35, ..Dims::new(1, 700, 3, 9) };
-    holds(&devices, &of_dims("decode", dims, |_| {}));
+    holds(&devices, &of_dims("decode", dims, |_| {}), F32);
 }
 
-/// Not with `ReadZeroSkipWrite`, with which a software driver compiles these kernels for more than
-/// a minute.
 #[test]
 fn checks_of_indices_change_no_bit_of_register_tiles_of_two_rows() {
     let dtypes = &[DType::F32, DType::F16];
-    let devices = of_plain(RegisterTile::TwoRows, &[Checks::OfTheOption], dtypes);
+    let devices = of_plain(RegisterTile::TwoRows, Checks::OfTheOption, dtypes);
     let Some(devices) = devices else { return };
-    holds(&devices, &case("simple", |_| {}));
-}
-
-#[test]
-fn checks_of_indices_change_no_bit_of_score_epilogues() {
-    let four = RegisterTile::FourRows;
-    for (checks, dtypes) in [(Checks::ReadZeroSkipWrite, F32), (Checks::OfTheOption, F16)] {
-        let Some(devices) = of_plain(four, &[checks], dtypes) else { return };
-        holds(&devices, &case("all epilogues", all_epilogues));
-    }
+    holds(&devices, &case("simple", |_| {}), dtypes);
 }
 
 #[test]
@@ -250,12 +202,13 @@ fn the_matrix_level_gives_the_same_bits_without_checks_of_indices() {
     // without: `the_matrix_level_holds_if_the_adapter_has_it`
     if adapter.levels.contains(&Level::Matrix) {
         let kernels = Kernels { level: Level::Matrix, tile: RegisterTile::FourRows };
-        let devices = IndexChecks::open(kernels, &[Checks::OfTheOption], F16);
+        let devices = IndexChecks::open(kernels, Checks::OfTheOption, F16);
         let Some(devices) = devices else { return };
-        holds(&devices, &case("simple", |_| {}));
-        holds(&devices, &case("all epilogues", all_epilogues));
-        let tall = devices.with_query_tile(QueryTileSize::Of64).expect("the same devices");
-        holds(&tall, &case("all epilogues", all_epilogues));
+        // f32 has no matrices, but reductions by shuffles
+        holds(&devices, &case("simple", |_| {}), &[DType::F16, DType::F32]);
+        holds(&devices, &case("all epilogues", all_epilogues), F16);
+        let tall = devices.with(|gpu| gpu.with_query_tile(QueryTileSize::Of64));
+        holds(&tall.expect("the same devices"), &case("all epilogues", all_epilogues), F16);
     }
 }
 
@@ -266,8 +219,7 @@ const IN_WORKGROUP_MEMORY: KernelEdit = KernelEdit {
     to: "let b = right[9u * j + tx + 288u];",
 };
 
-/// An index of a buffer beyond it. Where the device has `robustBufferAccess2` it reads 0, with or
-/// without `ReadZeroSkipWrite`.
+/// An index of a buffer beyond it. Where the device has `robustBufferAccess2` it reads 0.
 const IN_A_BUFFER: KernelEdit = KernelEdit {
     kernel: "forward",
     from: "q_words[row + min(c + 0u, last)]",
@@ -283,21 +235,18 @@ fn an_index_beyond_its_array_is_found() {
     }
     let case = case("beyond", |_| {});
     let (four, two) = (RegisterTile::FourRows, RegisterTile::TwoRows);
-    for (tile, dtype, checks, edits) in [
-        (four, DType::F32, Checks::Clamped, &[IN_WORKGROUP_MEMORY, IN_A_BUFFER][..]),
-        (four, DType::F32, Checks::ReadZeroSkipWrite, &[IN_WORKGROUP_MEMORY]),
-        (two, DType::F16, Checks::OfTheOption, &[IN_WORKGROUP_MEMORY]),
+    for (tile, dtype, checks, edit) in [
+        (four, DType::F32, Checks::Clamped, IN_A_BUFFER),
+        (two, DType::F16, Checks::OfTheOption, IN_WORKGROUP_MEMORY),
     ] {
         let kernels = Kernels { level: Level::Plain, tile };
-        let Some(devices) = IndexChecks::open(kernels, &[checks], &[dtype]) else { return };
+        let Some(devices) = IndexChecks::open(kernels, checks, &[dtype]) else { return };
         // without a mistake
-        holds(&devices, &case);
-        for edit in edits {
-            let devices = devices.edited(*edit).expect("the same devices");
-            let answer = suite::run(&devices, &case.in_dtype(dtype), &Setting::ALONE);
-            let error = answer.err().unwrap_or_default();
-            assert!(error.contains("other bits"), "{tile:?} {dtype} {checks:?}: {error}");
-        }
+        holds(&devices, &case, &[dtype]);
+        let devices = devices.with(|gpu| gpu.edited(edit)).expect("the same devices");
+        let answer = suite::run(&devices, &case.in_dtype(dtype), &Setting::ALONE);
+        let error = answer.err().unwrap_or_default();
+        assert!(error.contains("other bits"), "{tile:?} {dtype} {checks:?}: {error}");
     }
 }
 

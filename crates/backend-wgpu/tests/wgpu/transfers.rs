@@ -4,7 +4,7 @@
 //! Copies through host memory overlap the kernels: a block reaches the host transport while the
 //! device computes with it, and the transport is polled until the kernels end, as MPI requires.
 //!
-//! Calls of the ring on [`Wgpu::on_host`], and copies of tensors and blocks: what is refused.
+//! Calls on [`Wgpu::on_host`], and copies of tensors and blocks: what is refused.
 
 use std::{
     ops::ControlFlow,
@@ -13,236 +13,193 @@ use std::{
 };
 
 use annulus::{
-    Attention, Dims, Error, Layout, Report, SinkShape, Spec,
+    Attention, Dims, Error, Layout, LocalRing, Plan, Report, Setup, SinkShape, Spec,
     comm::{
-        Deadline, Staged, forward_control, forward_transport,
-        ring::{Ring, RingOptions},
+        Staged, forward_control, forward_transport,
         threads::{self, Threads, each_rank},
     },
 };
 use annulus_core::{
     Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Channel, Control, DType,
-    DeviceSpace, Gradients, Host, HostBuffer, HostView, HostViewMut, HostViews, Incoming, Inputs,
-    OnHost, Outgoing, Outputs, Passes, RankShard, Result, RowSet, Rows, StagedSpace, Transport,
-    Workspace,
+    DeviceSpace, Host, HostBuffer, HostView, HostViewMut, HostViews, Incoming, Inputs, OnHost,
+    Outgoing, Passes, RankShard, RowSet, Rows, StagedSpace, Transport, Workspace,
 };
 use annulus_wgpu::{
     Copier, Gpu, GpuBuffer, Options, PATIENCE, Queued, TransferredBytes, Wgpu, WgpuSpace,
 };
 use half::bf16;
-use ndarray::Array4;
+use ndarray::{Array2, Array3, Array4};
 
-use crate::{DEADLINE, gpu, open};
+use crate::{gpu, open};
 
-type HostRing = Ring<OnHost<Wgpu>>;
+type Space = HostViews<WgpuSpace>;
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 320, kv_len: 320, q_heads: 2, kv_heads: 1, head_dim: 8, value_dim: 12 };
 
-fn ring<T: Transport<Host> + 'static>(
-    gpu: &Gpu,
-    transport: T,
-    mode: BackwardMode,
-) -> Result<HostRing> {
-    let staged = Staged::<_, HostViews<WgpuSpace>>::new(transport, Copier::new(gpu.clone()));
-    let options =
-        RingOptions { layout: Some(Layout::Contiguous), backward: true, ..RingOptions::default() };
-    let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-    Ring::new(Wgpu::on_host(gpu.clone()), transport, spec(mode), options)
-}
+/// Shape of the bias.
+const BIAS: [usize; 4] = [1, DIMS.q_heads, 1, DIMS.kv_len];
 
-/// A spec with a bias and sinks.
-fn spec(mode: BackwardMode) -> Result<Spec> {
-    let mut spec = Attention::new().backward_mode(mode).spec(DIMS)?;
-    spec.bias = Some([1, DIMS.q_heads, 1, DIMS.kv_len]);
-    spec.sinks = Some(SinkShape { per_head: true, count: 2 });
-    Ok(spec)
-}
-
-fn view(tensor: &Array4<f32>) -> HostView<'_> {
-    HostView::F32(tensor.view())
-}
-
-/// Tensors of one rank with the shapes of q, k, v, bias, sinks, out and lse.
-struct Tensors {
-    q: Array4<f32>,
-    k: Array4<f32>,
-    v: Array4<f32>,
-    bias: Array4<f32>,
-    sinks: Array4<f32>,
-    out: Array4<f32>,
-    lse: Array4<f32>,
-}
-
-impl Tensors {
-    fn new(rows: usize, number: f32) -> Self {
-        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
-        let of = |heads, dim| Array4::from_elem((batch, rows, heads, dim), number);
-        Self {
-            q: of(q_heads, head_dim),
-            k: of(kv_heads, head_dim),
-            v: of(kv_heads, value_dim),
-            bias: Array4::from_elem((1, q_heads, 1, DIMS.kv_len), number),
-            // without weight
-            sinks: Array4::from_elem((q_heads, 2, 1, 1), -1e30),
-            out: of(q_heads, value_dim),
-            lse: Array4::from_elem((batch, q_heads, rows, 1), number),
-        }
-    }
-
-    fn inputs(&self) -> Inputs<HostView<'_>> {
-        Inputs {
-            bias: Some(view(&self.bias)),
-            sinks: Some(view(&self.sinks)),
-            ..Inputs::new(view(&self.q), view(&self.k), view(&self.v))
-        }
-    }
-
-    fn backward_inputs<'a>(&'a self, dout: &'a Array4<f32>) -> BackwardInputs<HostView<'a>> {
-        BackwardInputs {
-            forward: self.inputs(),
-            out: view(&self.out),
-            max: view(&self.lse),
-            sum: None,
-            ties: None,
-            dout: view(dout),
-            dlse: Some(view(&self.lse)),
-            out_residual: None,
-        }
-    }
-
-    /// Bytes of the inputs.
-    fn input_bytes(&self) -> u64 {
-        let Self { q, k, v, bias, sinks, .. } = self;
-        [q, k, v, bias, sinks].iter().map(|tensor| 4 * tensor.len() as u64).sum()
-    }
-
-    /// Bytes of out and lse.
-    fn output_bytes(&self) -> u64 {
-        4 * (self.out.len() + self.lse.len()) as u64
-    }
-}
-
-/// One rank: its ring, and the tensors of a call and of its gradients.
-pub(super) struct Rank {
-    ring: HostRing,
-    tensors: Tensors,
-    gradients: Tensors,
-}
-
-impl Rank {
-    /// Plans a rank; each has the same tensors.
-    pub(super) fn new<T: Transport<Host> + 'static>(
-        gpu: &Gpu,
-        transport: T,
-        mode: BackwardMode,
-    ) -> Result<Self> {
-        let ring = ring(gpu, transport, mode)?;
-        let rows = annulus_core::index(ring.q_rows().len());
-        Ok(Self { ring, tensors: Tensors::new(rows, 0.5), gradients: Tensors::new(rows, 0.25) })
-    }
-
-    pub(super) fn forward(&mut self) -> Result<Report> {
-        let mut out = self.tensors.out.clone();
-        let mut lse = self.tensors.lse.clone();
-        let [out_view, lse_view] = [out.view_mut(), lse.view_mut()].map(HostViewMut::F32);
-        let mut outputs = Outputs::new(out_view, lse_view);
-        let report = self.ring.forward(&self.tensors.inputs(), &mut outputs)?;
-        // equal scores: every output is the mean of equal values
-        assert!(out.iter().all(|&out| (out - 0.5).abs() < 1e-6));
-        self.tensors.out = out;
-        self.tensors.lse = lse;
-        Ok(report)
-    }
-
-    pub(super) fn backward(&mut self) -> Result<Report> {
-        let Self { ring, tensors, gradients } = self;
-        let dout = gradients.out.clone();
-        let [dq, dk, dv, dbias, dsinks] = [
-            &mut gradients.q,
-            &mut gradients.k,
-            &mut gradients.v,
-            &mut gradients.bias,
-            &mut gradients.sinks,
-        ]
-        .map(|tensor| HostViewMut::F32(tensor.view_mut()));
-        let report = ring.backward(
-            &tensors.backward_inputs(&dout),
-            &mut Gradients {
-                dbias: Some(dbias),
-                dsinks: Some(dsinks),
-                ..Gradients::new(dq, dk, dv)
-            },
-        )?;
-        // every key has the weight 1 / 320 in each of 320 queries of two heads
-        assert!(gradients.v.iter().all(|&dv| (dv - 0.5).abs() < 1e-5));
-        Ok(report)
-    }
-}
-
-/// Returns the copies that `work` makes.
-fn transfers(gpu: &Gpu, work: impl FnOnce()) -> TransferredBytes {
+/// Returns the copies that `pass` makes, and the bytes that all ranks sent.
+fn measure(gpu: &Gpu, pass: impl FnOnce() -> Vec<Report>) -> (TransferredBytes, u64) {
     let before = gpu.transfers();
-    work();
+    let reports = pass();
     let after = gpu.transfers();
-    TransferredBytes {
+    let copied = TransferredBytes {
         to_device: after.to_device - before.to_device,
         to_host: after.to_host - before.to_host,
-    }
-}
-
-/// Runs a pass on all ranks; returns them, the copies, and the bytes that all ranks sent.
-fn measure(
-    gpu: &Gpu,
-    ranks: Vec<Rank>,
-    pass: fn(&mut Rank) -> Result<Report>,
-) -> (Vec<Rank>, TransferredBytes, u64) {
-    let mut done = Ok(Vec::new());
-    let copied = transfers(gpu, || {
-        done = each_rank(ranks, |_, mut rank| {
-            let report = pass(&mut rank)?;
-            Ok((rank, report.bytes_sent))
-        });
-    });
-    let (ranks, sent): (Vec<_>, Vec<_>) = done.expect("a pass").into_iter().unzip();
-    (ranks, copied, sent.into_iter().sum())
+    };
+    (copied, reports.iter().map(|report| report.bytes_sent).sum())
 }
 
 /// A block is copied to the host once for each rank that receives it; with one rank, never.
 #[test]
 fn only_the_callers_tensors_and_sent_blocks_are_copied_to_the_host() {
+    let Dims { batch, q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
+    let of = |heads, dim| Array4::<f32>::from_elem((batch, q_len, heads, dim), 0.5);
+    let [q, k, v] = [of(q_heads, head_dim), of(kv_heads, head_dim), of(kv_heads, value_dim)];
+    let bias = Array4::from_elem(BIAS, 0.5);
+    let sinks = Array2::from_elem((q_heads, 2), 0.5);
+    let dout = of(q_heads, value_dim);
+    let dlse = Array3::from_elem((batch, q_heads, q_len), 0.5);
+    let tensors = annulus::Tensors::new(q.view(), k.view(), v.view())
+        .with_bias(bias.view())
+        .with_softmax_aux(sinks.view());
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
-        for count in [1, 2] {
+        for ranks in [1, 2] {
             // a device of its own, on which no other test copies
             let Some(gpu) = open(&Options::default()) else { return };
-            let ranks =
-                each_rank(threads::ring(count), |_, transport| Rank::new(&gpu, transport, mode));
-            let ranks = ranks.expect("a plan");
-            let input_bytes: u64 = ranks.iter().map(|rank| rank.tensors.input_bytes()).sum();
-            let output_bytes: u64 = ranks.iter().map(|rank| rank.tensors.output_bytes()).sum();
+            let attention = Attention::new().backward_mode(mode);
+            let attention = attention.bias(BIAS).softmax_aux(SinkShape::per_head(2));
+            let setup = Setup::from(attention).map_division(|all| all.layout(Layout::Contiguous));
+            let plans = LocalRing::from_plans(setup, DIMS, ranks, |_, setup, endpoint| {
+                let staged = Staged::<_, Space>::new(endpoint, Copier::new(gpu.clone()));
+                Plan::with_backend(setup, DIMS, Wgpu::on_host(gpu.clone()), staged)
+            });
+            let mut ring = plans.expect("plans");
+            // every rank has the whole bias and all sinks
+            let of_rows = q.len() + k.len() + v.len();
+            let input_bytes = 4 * (of_rows + ranks * (bias.len() + sinks.len())) as u64;
+            let out_bytes = 4 * dout.len() as u64;
+            // of lse, of row maxima, of row sums
+            let statistics_bytes = 3 * 4 * dlse.len() as u64;
 
-            let (ranks, copied, sent) = measure(&gpu, ranks, Rank::forward);
-            assert_eq!(sent > 0, count > 1);
-            let want =
-                TransferredBytes { to_device: input_bytes + sent, to_host: output_bytes + sent };
-            assert_eq!(copied, want, "forward, {count} ranks");
-
-            let (_, copied, sent) = measure(&gpu, ranks, Rank::backward);
-            assert_eq!(sent > 0, count > 1);
+            let mut forward = None;
+            let (copied, sent) = measure(&gpu, || {
+                forward.insert(ring.forward(&tensors).expect("a pass")).reports.clone()
+            });
+            assert_eq!(sent > 0, ranks > 1);
             let want = TransferredBytes {
-                // dlse is as long as lse
-                to_device: input_bytes + 2 * output_bytes + sent,
+                to_device: input_bytes + sent,
+                to_host: out_bytes + statistics_bytes + sent,
+            };
+            assert_eq!(copied, want, "forward, {ranks} ranks");
+
+            let forward = forward.expect("its results");
+            let (copied, sent) = measure(&gpu, || {
+                let dlse = Some(dlse.view());
+                ring.backward(&tensors, &forward, dout.view(), dlse).expect("a pass").reports
+            });
+            assert_eq!(sent > 0, ranks > 1);
+            let want = TransferredBytes {
+                // out and dout; dlse is as long as lse, in whose place it is
+                to_device: input_bytes + 2 * out_bytes + statistics_bytes + sent,
                 to_host: input_bytes + sent,
             };
-            assert_eq!(copied, want, "backward, {mode:?}, {count} ranks");
+            assert_eq!(copied, want, "backward, {mode:?}, {ranks} ranks");
         }
     }
+}
+
+/// All rows on one rank, with a bias.
+fn shard() -> annulus::Result<RankShard> {
+    let rows = Arc::new(Rows::counting(DIMS.kv_len as u64, 0)?);
+    let spec = Spec { bias: Some(BIAS), ..Spec::new(DIMS, DType::F32) };
+    Ok(RankShard {
+        spec: Arc::new(spec),
+        most_block_rows: rows.len() as u64,
+        most_query_rows: rows.len() as u64,
+        queries: Arc::clone(&rows),
+        keys: rows,
+        attention_mask: None,
+        key_lists: None,
+        received_lists: None,
+        leaves: None,
+    })
+}
+
+/// Tensors of a backward pass; those of q and k, and of out, dout and v have equal numbers.
+struct Tensors {
+    q: Array4<f32>,
+    k: Array4<f32>,
+    v: Array4<f32>,
+    bias: Array4<f32>,
+    out: Array4<f32>,
+    lse: Array4<f32>,
+}
+
+impl Tensors {
+    fn new() -> Self {
+        let Dims { batch, q_len, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
+        let of = |heads, dim| Array4::from_elem((batch, q_len, heads, dim), 0.5);
+        Self {
+            q: of(q_heads, head_dim),
+            k: of(kv_heads, head_dim),
+            v: of(kv_heads, value_dim),
+            bias: Array4::from_elem(BIAS, 0.5),
+            out: of(q_heads, value_dim),
+            lse: Array4::from_elem((batch, q_heads, q_len, 1), 0.5),
+        }
+    }
+
+    fn backward_inputs(&self) -> BackwardInputs<HostView<'_>> {
+        let [q, k, v, bias, out, max] =
+            [&self.q, &self.k, &self.v, &self.bias, &self.out, &self.lse]
+                .map(|tensor| HostView::F32(tensor.view()));
+        BackwardInputs {
+            forward: Inputs { bias: Some(bias), ..Inputs::new(q, k, v) },
+            max,
+            sum: None,
+            ties: None,
+            dout: HostView::F32(self.out.view()),
+            out,
+            dlse: None,
+            out_residual: None,
+        }
+    }
+}
+
+fn keep_going() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// After a tick that broke, neither the kernel of dbias nor that of dK and dV is launched.
+#[test]
+fn a_broken_tick_stops_the_kernels_that_follow() {
+    let Some(gpu) = gpu() else { return };
+    let backend: OnHost<Wgpu> = Wgpu::on_host(gpu);
+    let (shard, tensors) = (shard().unwrap(), Tensors::new());
+    let rows = DIMS.kv_len as u64;
+    let mut workspace = backend.workspace(&shard, Passes::Both).unwrap();
+    let mut block = backend.allocate(rows * shard.spec.kv_row_layout().bytes()).unwrap();
+    let mut dkv = backend.allocate(rows * shard.spec.gradient_row_layout().bytes()).unwrap();
+    let inputs = tensors.backward_inputs();
+    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
+    let ready = pass.local_kv(&mut block, &RowSet::new()).unwrap();
+    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
+    let mut ticks = 0;
+    let mut stop = || {
+        ticks += 1;
+        ControlFlow::Break(())
+    };
+    pass.attend_kv(&kv, Some(&mut dkv), &mut stop).unwrap();
+    assert_eq!(ticks, 1);
 }
 
 /// Call of a transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Call {
-    Send(Channel),
+    SendKv,
     /// A poll that does not wait: a tick of a kernel.
     Tick,
     Wait,
@@ -252,12 +209,6 @@ enum Call {
 struct Recorded {
     inner: Threads,
     calls: Arc<Mutex<Vec<Call>>>,
-}
-
-impl Recorded {
-    fn record(&self, call: Call) {
-        self.calls.lock().expect("no thread panicked").push(call);
-    }
 }
 
 impl Control for Recorded {
@@ -276,24 +227,26 @@ impl Transport<Host> for Recorded {
         &mut self,
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
-    ) -> Result<()> {
-        sends.iter().for_each(|send| self.record(Call::Send(send.header.channel)));
+    ) -> annulus::Result<()> {
+        let of_kv = sends.iter().filter(|send| send.header.channel == Channel::Kv);
+        self.calls.lock().expect("no thread panicked").extend(of_kv.map(|_| Call::SendKv));
         self.inner.post(sends, receives)
     }
 
-    fn progress(&mut self, timeout: Duration) -> Result<()> {
-        self.record(if timeout.is_zero() { Call::Tick } else { Call::Wait });
+    fn progress(&mut self, timeout: Duration) -> annulus::Result<()> {
+        let call = if timeout.is_zero() { Call::Tick } else { Call::Wait };
+        self.calls.lock().expect("no thread panicked").push(call);
         Transport::<Host>::progress(&mut self.inner, timeout)
     }
 }
 
-/// Ticks after each send of a channel, until the next wait.
-fn ticks_after_sends(calls: &[Call], channel: Channel) -> Vec<usize> {
+/// Ticks after each send of keys and values, until the next wait.
+fn ticks_after_sends(calls: &[Call]) -> Vec<usize> {
     let until_wait = |from: usize| {
         let ended = |call: &&Call| **call != Call::Wait;
         calls[from..].iter().take_while(ended).filter(|call| **call == Call::Tick).count()
     };
-    let sends = calls.iter().enumerate().filter(|(_, call)| **call == Call::Send(channel));
+    let sends = calls.iter().enumerate().filter(|(_, call)| **call == Call::SendKv);
     sends.map(|(index, _)| until_wait(index)).collect()
 }
 
@@ -303,73 +256,37 @@ fn a_block_is_sent_while_the_device_computes_with_it() {
     let Some(gpu) = open(&Options { most_part_flops: Some(1), ..Options::default() }) else {
         return;
     };
+    let of = |heads, dim| Array4::<f32>::from_elem((1, DIMS.q_len / 2, heads, dim), 0.5);
+    let q = of(DIMS.q_heads, DIMS.head_dim);
+    let k = of(DIMS.kv_heads, DIMS.head_dim);
+    let v = of(DIMS.kv_heads, DIMS.value_dim);
+    let dout = of(DIMS.q_heads, DIMS.value_dim);
+    let tensors = annulus::Tensors::new(q.view(), k.view(), v.view());
     let all = each_rank(threads::ring(2), |_, inner| {
-        let calls = Arc::default();
+        let calls = Arc::<Mutex<Vec<Call>>>::default();
         let transport = Recorded { inner, calls: Arc::clone(&calls) };
-        let mut rank = Rank::new(&gpu, transport, BackwardMode::OnePass)?;
+        let staged = Staged::<_, Space>::new(transport, Copier::new(gpu.clone()));
+        let mut plan =
+            Plan::with_backend(Attention::new(), DIMS, Wgpu::on_host(gpu.clone()), staged)?;
         let taken = || std::mem::take(&mut *calls.lock().expect("no thread panicked"));
         taken();
-        rank.forward()?;
-        let forward = taken();
-        rank.backward()?;
-        Ok([forward, taken()])
+        let forward = plan.forward(&tensors)?;
+        let of_forward = taken();
+        plan.backward(&tensors, &forward, dout.view(), None)?;
+        Ok([of_forward, taken()])
     });
     for calls in all.expect("the passes").into_iter().flatten() {
-        let ticks = ticks_after_sends(&calls, Channel::Kv);
+        let ticks = ticks_after_sends(&calls);
         assert!(!ticks.is_empty() && ticks.iter().all(|&ticks| ticks >= 10), "{ticks:?}");
     }
-}
-
-/// A shard of `rows` rows, all on one rank.
-fn shard(rows: u64) -> Result<RankShard> {
-    let rows = Arc::new(Rows::counting(rows, 0)?);
-    Ok(RankShard {
-        spec: Arc::new(spec(BackwardMode::OnePass)?),
-        most_block_rows: rows.len() as u64,
-        most_query_rows: rows.len() as u64,
-        queries: Arc::clone(&rows),
-        keys: rows,
-        attention_mask: None,
-        key_lists: None,
-        received_lists: None,
-        leaves: None,
-    })
-}
-
-fn keep_going() -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
-/// After a tick that broke, neither the kernel of dbias nor that of dK and dV is launched.
-#[test]
-fn a_broken_tick_stops_the_kernels_that_follow() {
-    let Some(gpu) = gpu() else { return };
-    let backend = Wgpu::on_host(gpu);
-    let rows = DIMS.kv_len as u64;
-    let (shard, tensors) = (shard(rows).unwrap(), Tensors::new(DIMS.kv_len, 0.5));
-    let mut workspace = backend.workspace(&shard, Passes::Both).unwrap();
-    let mut block = backend.allocate(rows * shard.spec.kv_row_layout().bytes()).unwrap();
-    let mut dkv = backend.allocate(rows * shard.spec.gradient_row_layout().bytes()).unwrap();
-    let inputs = tensors.backward_inputs(&tensors.out);
-    let mut pass = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).unwrap();
-    let ready = pass.local_kv(&mut block, &RowSet::new()).unwrap();
-    let kv = Block { buffer: &block, ready: &ready, rows: &shard.keys, first_local: Some(0) };
-    let mut ticks = 0;
-    let mut stop = || {
-        ticks += 1;
-        ControlFlow::Break(())
-    };
-    pass.attend_kv(&kv, Some(&mut dkv), &mut stop).unwrap();
-    assert_eq!(ticks, 1);
 }
 
 #[test]
 fn a_workspace_for_forward_refuses_a_backward_pass() {
     let Some(gpu) = gpu() else { return };
-    let shard = shard(DIMS.kv_len as u64).unwrap();
-    let mut workspace = Wgpu::on_host(gpu).workspace(&shard, Passes::Forward).unwrap();
-    let tensors = Tensors::new(DIMS.kv_len, 0.5);
-    let inputs = tensors.backward_inputs(&tensors.out);
+    let mut workspace = Wgpu::on_host(gpu).workspace(&shard().unwrap(), Passes::Forward).unwrap();
+    let tensors = Tensors::new();
+    let inputs = tensors.backward_inputs();
     let refusal = workspace.backward(inputs, BackwardMode::OnePass, &mut keep_going).err();
     assert!(matches!(refusal, Some(Error::Internal { .. })), "{refusal:?}");
 }
@@ -423,13 +340,12 @@ fn tensors_of_another_shape_type_or_device_are_refused() {
 /// The space of host views stages the blocks of the device space.
 #[test]
 fn blocks_of_host_views_are_staged() {
-    type Space = HostViews<WgpuSpace>;
     let Some(gpu) = open(&Options::default()) else { return };
     let mut copier = Copier::new(gpu.clone());
     let block: GpuBuffer = Wgpu::on_host(gpu.clone()).allocate(64).unwrap();
     let mut bytes = HostBuffer::zeroed(24).unwrap();
     bytes.bytes_mut().unwrap().fill(7);
-    let copied = transfers(&gpu, || {
+    let (copied, _) = measure(&gpu, || {
         let ranges = [8..16, 40..48];
         let mut upload =
             Space::upload(&mut copier, bytes, block, &ranges, &mut keep_going).unwrap();
@@ -446,6 +362,7 @@ fn blocks_of_host_views_are_staged() {
             assert!(start.elapsed() < PATIENCE);
         };
         assert_eq!(downloaded.bytes(), [[0; 8], [7; 8], [7, 7, 7, 7, 0, 0, 0, 0]].concat());
+        Vec::new()
     });
     assert_eq!(copied, TransferredBytes { to_device: 16, to_host: 24 });
 }

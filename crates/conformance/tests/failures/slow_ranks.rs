@@ -7,13 +7,10 @@ use std::time::{Duration, Instant};
 
 use annulus::{
     Attention, Dims, Division, Error, Layout, Plan, Result, Runtime, Setup, Tensors,
-    comm::{Deadline, Staged, threads},
+    comm::{Staged, threads},
 };
-use annulus_conformance::{
-    Case, Draw, Masks, RankSetup, RingSubject, Setting, Subject,
-    device::{Device, MockBackend, MockSpace, device_ring},
-};
-use annulus_core::{Backend, BackwardMode, DType, HostTensors, HostViews, OnHost, Spec, Transport};
+use annulus_conformance::device::{Device, MockBackend, MockSpace};
+use annulus_core::{BackwardMode, HostViews, OnHost};
 use ndarray::Array4;
 
 const RANKS: usize = 3;
@@ -24,29 +21,21 @@ const SLOW: Duration = Duration::from_millis(1_700);
 const SLOW_KERNEL: Duration = Duration::from_millis(1_250);
 const DIMS: Dims = Dims::new(1, 24, 2, 4);
 
-/// Runs forward and backward of one rank.
-fn run_rank<B, T>(mode: BackwardMode, backend: B, transport: T) -> Result<()>
-where
-    B: Backend<Space: HostTensors>,
-    T: Transport<B::Space> + 'static,
-{
+/// Runs forward and backward of one rank on a device, whose blocks are staged through host memory.
+fn run_staged(mode: BackwardMode, device: Device, endpoint: threads::Threads) -> Result<()> {
     let attention = Setup::from((
         Attention::new().backward_mode(mode),
         Division::new().layout(Layout::Contiguous),
         Runtime::new().deadline(DEADLINE),
     ));
-    let mut plan = Plan::with_backend(&attention, DIMS, backend, transport)?;
+    let staged = Staged::<_, HostViews<MockSpace>>::new(endpoint, device.clone());
+    let backend = OnHost::new(MockBackend::new(device.clone()), device);
+    let mut plan = Plan::with_backend(&attention, DIMS, backend, staged)?;
     let rows = annulus_core::index(plan.q_rows().len());
     let tensor = Array4::<f32>::from_elem((1, rows, 2, 4), 0.5);
     let tensors = Tensors::new(tensor.view(), tensor.view(), tensor.view());
     let forward = plan.forward(&tensors)?;
     plan.backward(&tensors, &forward, tensor.view(), None).map(drop)
-}
-
-/// Runs forward and backward of one rank on a device, whose blocks are staged through host memory.
-fn run_staged(mode: BackwardMode, device: Device, endpoint: threads::Threads) -> Result<()> {
-    let staged = Staged::<_, HostViews<MockSpace>>::new(endpoint, device.clone());
-    run_rank(mode, OnHost::new(MockBackend::new(device.clone()), device), staged)
 }
 
 /// Calls `rank` on a thread for each rank.
@@ -77,31 +66,6 @@ fn a_rank_whose_staged_blocks_wait_for_long_kernels_is_not_silent() {
         });
         assert!(results.iter().all(Result::is_ok), "{mode:?}: {results:?}");
     }
-}
-
-/// The mock device over copies from device to device, with the least deadline. Tile kernels of rank
-/// 1 take `kernel_time`.
-fn mock_ring(kernel_time: Duration) -> impl Subject {
-    RingSubject::new("mock", move |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
-        let device = |rank| if rank == 1 { Device::slow(kernel_time) } else { Device::new() };
-        let devices: Vec<Device> = (0..ranks).map(device).collect();
-        let setup = |(endpoint, memory): (_, Device)| {
-            let backend = MockBackend::new(memory.clone());
-            let transport = Box::new(Deadline::new(endpoint, DEADLINE)?);
-            Ok(RankSetup { memory, backend, transport })
-        };
-        device_ring(&devices).into_iter().zip(devices.clone()).map(setup).collect()
-    })
-}
-
-#[test]
-fn a_rank_whose_copies_between_devices_wait_for_long_kernels_is_not_silent() {
-    let spec = Spec::new(DIMS, DType::F64);
-    let case = Case::new("slow kernels", spec, Masks::default(), &mut Draw::new(1));
-    let setting = Setting::new(RANKS, Layout::Contiguous);
-    let want = mock_ring(Duration::ZERO).run(&case, &setting, 1).unwrap().remove(0);
-    let slow = mock_ring(SLOW_KERNEL).run(&case, &setting, 1).unwrap().remove(0);
-    slow.same_bits(&want).unwrap();
 }
 
 #[test]

@@ -1,19 +1,19 @@
-//! The mock device over its own transport and over a staged one: no code between the backend and
-//! transport traits assumes host memory, or that work is done when a call returns. A fifth of the
-//! matrix, 300 random cases, and every rule; over the staged transport a smaller sample. And
-//! host tensors for a device backend: [`OnHost`] over the mock device.
+//! The mock device: no code between the backend and transport traits assumes host memory, or that
+//! work is done when a call returns. A fifth of the matrix, 300 random cases, and every rule; with
+//! delayed messages a smaller sample. And host tensors for a device backend: [`OnHost`] over the
+//! mock device.
 
 use std::time::Duration;
 
 use annulus::{LocalRing, Plan};
 use annulus_comm::Staged;
 use annulus_conformance::{
-    Case, FacadeOn, RankSetup, RingSubject, Setting, Subject,
-    device::{Device, DeviceTransport, MockBackend, MockSpace, device_ring},
-    subjects::{mock, mock_staged, pairwise},
+    Case, FacadeOn, Setting, Subject,
+    device::{Device, MockBackend, MockSpace},
+    subjects::{mock, mock_rank, mock_staged, over_threads, pairwise},
     suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, HostViews, OnHost, Result};
+use annulus_core::{DType, HostViews, OnHost};
 use annulus_plan::Layout;
 
 #[test]
@@ -65,7 +65,7 @@ fn receives_further_ahead_change_no_bit() {
 }
 
 #[test]
-fn a_sample_holds_on_the_mock_device_through_host_memory() {
+fn a_sample_holds_on_the_mock_device_with_delayed_messages() {
     let staged = mock_staged(Duration::from_micros(300));
     suite::random_cases(&staged, 1000..1060).unwrap();
     suite::matrix(&staged, Scale::OneIn(29)).unwrap();
@@ -80,14 +80,8 @@ fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
 fn a_dropped_plan_frees_its_memory() {
     let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
     let kept = devices.clone();
-    let ring = RingSubject::new("mock", move |_| -> Result<Vec<RankSetup<Device, MockBackend>>> {
-        let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
-        let setup = |(transport, memory): (DeviceTransport, Device)| RankSetup {
-            backend: MockBackend::new(memory.clone()),
-            memory,
-            transport: Box::new(transport),
-        };
-        Ok(endpoints.map(setup).collect())
+    let ring = over_threads("mock", move |rank, endpoint| {
+        mock_rank(devices[rank].clone(), rank, endpoint, Duration::ZERO)
     });
     ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
     for device in kept {

@@ -10,13 +10,12 @@ use annulus_plan::Layout;
 use super::{Check, DEADLOCK, Edit, Mistake, Of, Planted, Table};
 use crate::{
     common::staged,
-    decode, packing,
+    decode,
     support::{next_device, planted_on},
 };
 
 const TILE: &str = "tile.cuh";
 const STREAM: &str = "chunk_stream.cuh";
-const ROW_TILES: &str = "row_tiles.cuh";
 const FORWARD_KERNEL: &str = "forward_matrix.cuh";
 const PROBS: &str = "forward_probs.cuh";
 const WARPS: &str = "forward_matrix.cuh";
@@ -62,11 +61,6 @@ pub(super) fn few_rows_of(of: Of) -> (Case, Setting) {
         // three tiles: the last values are in a stage that the results of the warps replace
         _ => (rows(8, 190, [104, 120]), Setting::ALONE),
     }
-}
-
-/// A case whose keys are divided into ranges, of more rows.
-fn ranges(dims: [usize; 2]) -> Case {
-    rows(20, 523, dims)
 }
 
 /// Verdict on a case on one device.
@@ -120,45 +114,9 @@ pub(super) static FORWARD: Table = Table {
             seeds: ORDERS,
         },
         Check {
-            name: "two stages, a tile in two parts",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&causal(DType::F16, [104, 120]), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "two stages, 16 rows a warp",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&causal(DType::F16, [136, 200]), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "range of keys, 128 dims: a kernel of its own with four stages",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&ranges([104, 120]), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "range of keys, 256 dims",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&ranges([136, 200]), planted),
-            seeds: ORDERS,
-        },
-        Check {
             name: "few rows, eight stages",
             sign: of_stages,
             verdict: |_, planted| verdict(&few_rows(FEW_DIMS), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "few rows, 128 dims: four stages",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&few_rows([104, 120]), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "few rows, 256 dims: two stages of an operand",
-            sign: of_stages,
-            verdict: |_, planted| verdict(&few_rows([136, 200]), planted),
             seeds: ORDERS,
         },
     ],
@@ -184,20 +142,6 @@ pub(super) static FORWARD: Table = Table {
     },
 };
 
-/// GQA packing on tensor cores.
-pub(super) static PACKING: Table = Table {
-    checks: &[Check {
-        name: "packed heads",
-        sign: |mistake| Some(mistake.sign),
-        verdict: |_, planted| verdict(&packing::full(packing::dims(5, 8, 2), DType::Bf16), planted),
-        seeds: ORDERS,
-    }],
-    mistakes: mistakes! {
-        Packed: "a head off by one", "out[" =>
-            FORWARD_KERNEL: "packed_row<Shape::rows>(a, 0, «row»)" => "row ^ (a.packed_heads > 1)";
-    },
-};
-
 /// Of few rows, whose warps divide the keys of a tile.
 pub(super) static DECODE: Table = Table {
     checks: &[Check {
@@ -212,15 +156,6 @@ pub(super) static DECODE: Table = Table {
     mistakes: mistakes! {
         FewPairs: "the tile mask of the first warp's keys", "out[" =>
             FORWARD_KERNEL: "coord.first_key += «lane.first_column»" => "0";
-        Stages: "the keys of the first warp", "out[" =>
-            ROW_TILES: "RightStream::rows + «lane.first_column»" => "0";
-        Stages: "keys that two warps own", "out[" =>
-            FORWARD_KERNEL: "lane.first_column = «warp * Shape::keys»" =>
-                "warp * (Shape::keys / 2)";
-        Stages: "a merge that does not rescale", "out[" =>
-            WARPS:
-                "factors[other][m][r] = «merge_factor(states[other].max[m][r], state.max[m][r])»" =>
-                "1.0f";
         Stages: "results of a warp that replace values in use", "out[" =>
             WARPS: "«barrier();»
     if (warps == 2" => "";

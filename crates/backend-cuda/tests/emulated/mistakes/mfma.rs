@@ -19,7 +19,6 @@ use crate::{
 const MFMA: &str = "matrix_amd.cuh";
 const ROW_TILES: &str = "row_tiles.cuh";
 const PROBS: &str = "forward_probs.cuh";
-const DQ: &str = "backward_queries_matrix.cuh";
 const DKV: &str = "backward_keys_matrix.cuh";
 
 /// Verdict of `check` on one device, whose matrix instructions flush subnormal numbers.
@@ -53,43 +52,21 @@ pub(super) static DECODE: Table = Table {
 };
 
 pub(super) static FORWARD: Table = Table {
-    checks: &[
-        Check {
-            name: "f16, 128 dims",
-            sign: |mistake| Some(mistake.sign),
-            verdict: |_, planted| verdict(&causal(DType::F16, [104, 120]), planted),
-            seeds: ORDERS,
-        },
-        Check {
-            name: "bf16, 256 dims: two chunks of an operand",
-            sign: |mistake| {
-                if matches!(mistake.of, Of::Panels) { Some(mistake.sign) } else { None }
-            },
-            verdict: |_, planted| verdict(&causal(DType::Bf16, [136, 200]), planted),
-            seeds: ORDERS,
-        },
-    ],
+    checks: &[Check {
+        name: "f16, 128 dims",
+        sign: |mistake| Some(mistake.sign),
+        verdict: |_, planted| verdict(&causal(DType::F16, [104, 120]), planted),
+        seeds: ORDERS,
+    }],
     mistakes: mistakes! {
-        Panels: "the other half of the lanes in K", "out[" =>
-            MFMA: "«16 * c + 8 * half»)" => "16 * c + 8 * (half ^ 1)";
-        Panels: "the other half of the lanes in V", "out[" =>
-            MFMA: "lane.first_column / 4 + «own / 32»" => "(own / 32 ^ 1)";
-        Panels: "the wrong bytes of a pair of keys", "out[" =>
-            MFMA: "«first >> 16 | (second & 0xffff0000u)»" => "first >> 16 | second << 16";
-        Panels: "no barrier between the stores of a stage and its use", "out[" =>
+        Stages: "no barrier between the stores of a stage and its use", "out[" =>
             MFMA: "on_the_way.store(stage);
         «barrier();»" => "";
         FewPairs: "a stage that is the one in use", "out[" =>
             MFMA: "(«stage_of_phase ? consumed_phase : consumed») * stage_elements" => "0";
-        Panels: "a maximum of half of the keys", "out[" =>
-            ROW_TILES: "«larger_score(mine, shuffle_xor(mine, 32))»" => "mine";
-        Panels: "a sum of half of the keys", "out[" =>
-            ROW_TILES: "«mine + shuffle_xor(mine, 32)»" => "mine";
-        Panels: "a lane that is missing in a shuffle", DEADLOCK =>
+        Stages: "a lane that is missing in a shuffle", DEADLOCK =>
             ROW_TILES: "«larger_score(mine, shuffle_xor(mine, 32))»" =>
                 "thread_index() == 77 ? mine : larger_score(mine, shuffle_xor(mine, 32))";
-        Panels: "a mask of other columns", "out[" =>
-            PROBS: "(coord.first_key - first + «lane.column»)" => "lane.column / 2";
         FewPairs: "probabilities that are not scaled", "lse" =>
             PROBS: "return «exponent + 10.0f»;" => "exponent";
     },
@@ -116,16 +93,6 @@ pub(super) static BACKWARD: Table = Table {
         },
     ],
     mistakes: mistakes! {
-        Stages: "dQ: rows of another operand", "dq[" =>
-            DQ: "load_row(queries, «operand_of(a.q, b, h, a.queries, a.head_dim)», i)" =>
-                "operand_of(a.dout, b, h, a.queries, a.value_dim)";
-        Stages: "dK, dV: Q and dO in the place of each other", "d" =>
-            MFMA: "«of_dout()» ? elements : 0" => "!of_dout()";
-        Stages: "dQ: values by columns", "dq[" =>
-            MFMA: "if («consumed_phase == last_phase»)" => "consumed_phase >= 1";
-        Stages: "dQ, dK: the wrong rows of a transposed part of 32", "dq[" =>
-            MFMA: "rows == 64 ? dim / 2 % 16 : «(dim / 2 + dim / 16) % 8»" =>
-                "thread_index() < 128 ? (dim / 2 + dim / 16) % 8 : dim % 8";
         Stages: "dK, dV: scores that are not ordered by a barrier", "d" =>
             MFMA: "METHOD void transpose(const Attention& a) {
         «barrier();»" => "";
@@ -138,17 +105,6 @@ pub(super) static BACKWARD: Table = Table {
         Stages: "dK, dV: no barrier between the stores of columns and their use", "d" =>
             DKV: "#ifdef ANNULUS_AMD
             «barrier();»" => "";
-        Stages: "dK, dV: a wave that computes the other operand", "dk[" =>
-            DKV: "«lane.of_dk ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
-                            : operand_of(a.k, b, kv_head, a.keys, a.head_dim)»" =>
-                "operand_of(a.k, b, kv_head, a.keys, a.head_dim)";
-        Stages: "dK, dV: statistics of other queries", "dk[" =>
-            DKV: "coord.first_query + «thread_index() % TILE»));" => "thread_index() % 32";
-        Stages: "dQ: mask off by one", "dq[" =>
-            DQ: "mask_row(a, coord, query, QUERIES_ROWS)" =>
-                "mask_row(a, coord, query, QUERIES_ROWS) << 1 | 1";
-        Stages: "dK, dV: mask off by one", "dk[" =>
-            DKV: "mask_row(a, coord, query + c)" => "mask_row(a, coord, query + c) << 1 | 1";
         Stages: "sums that keep an old scale", "d" =>
             MFMA: "acc[panel][0][n][e] *= «factor»" => "1.0f";
         State: "rows beyond the end that are read", "d" =>

@@ -45,10 +45,6 @@ pub(crate) const DEADLOCK: &str = "deadlock";
 pub(crate) enum Of {
     /// So many tiles that the stages of a pipeline are used again.
     Stages,
-    /// As `Stages`, with more than 64 dims.
-    Panels,
-    /// As `Stages`: rows of queries in shared memory, which 256 dims store in two parts.
-    QueryRows,
     /// So few pairs that one more visible key changes the result.
     FewPairs,
     /// A masked key that is not finite.
@@ -59,8 +55,6 @@ pub(crate) enum Of {
     Full,
     /// Tiles of queries that attend to nothing.
     MostlyEmpty,
-    /// Query heads that share tiles.
-    Packed,
     /// A pass over several KV blocks.
     State,
 }
@@ -193,7 +187,6 @@ family! { WARPGROUP:
 family! { GENERAL:
     mistakes_at_level_plain_are_caught => general::PLAIN,
     mistakes_in_forward_on_tensor_cores_are_caught => general::FORWARD,
-    mistakes_with_gqa_packing_are_caught => general::PACKING,
     mistakes_with_few_rows_are_caught => general::DECODE,
     mistakes_in_backward_on_tensor_cores_are_caught => general::BACKWARD,
     mistakes_in_the_merge_are_caught => general::MERGE,
