@@ -202,13 +202,13 @@ pub enum RegisterTile {
     /// registers. Kernels that would still exceed them have one row (`TileVariant::fitting_tile`).
     TwoRows,
     /// 1 × 4 pairs, workgroups of 256 invocations, the most that every device of WebGPU has. 5
-    /// vectors for 16 multiply-adds.
+    /// vectors for 16 multiply-adds. Only of kernels in place of [`RegisterTile::TwoRows`].
     OneRow,
 }
 
 impl RegisterTile {
-    /// All register tiles.
-    pub const ALL: [Self; 3] = [Self::FourRows, Self::TwoRows, Self::OneRow];
+    /// Register tiles of a device.
+    pub const ALL: [Self; 2] = [Self::FourRows, Self::TwoRows];
 
     /// Environment variable that names the register tile, if the caller requests none.
     pub const VARIABLE: &'static str = "ANNULUS_WGPU_REGISTER_TILE";

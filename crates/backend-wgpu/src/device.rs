@@ -200,13 +200,15 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
     /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
-    /// [`RegisterTile::forced`] and [`QueryTileSize::forced`]; [`Error::Device`] if it does not
-    /// open.
-    /// [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
+    /// [`RegisterTile::forced`] and [`QueryTileSize::forced`], and of a register tile that no
+    /// device has; [`Error::Device`] if it does not open. [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =
             options.register_tile.map_or_else(RegisterTile::forced, |tile| Ok(Some(tile)))?;
+        if let Some(tile) = register_tile.filter(|tile| !RegisterTile::ALL.contains(tile)) {
+            return Err(Error::invalid("register_tile", tile.name(), "4x4 or 2x4"));
+        }
         let query_tile =
             options.query_tile.map_or_else(QueryTileSize::forced, |tile| Ok(Some(tile)))?;
         let turn = turn()?;

@@ -3,7 +3,7 @@
 //! and ANV for GPUs that are not there, and tabulates the statistics that they print.
 //!
 //! ```text
-//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4|1x4]
+//! wgpu-compile [--spirv FOLDER | --full-tiles | --usual] [--register-tile 4x4|2x4]
 //!              [--only WORDS] [f32|f16|bf16]...
 //! ```
 //! Default: all types; the register tile that the backend chooses for the adapter, or 4 × 4 with

@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn tiles_that_are_forced_have_the_default_beside_them() {
-        let [four, two, ..] = RegisterTile::ALL;
+        let [four, two] = RegisterTile::ALL;
         let adapter = |query_tile| Adapter {
             number: 0,
             name: String::new(),

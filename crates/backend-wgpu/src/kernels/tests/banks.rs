@@ -184,7 +184,7 @@ fn rows_of_matrices_begin_in_different_banks() {
 #[test]
 fn neighbouring_invocations_access_different_banks() {
     let mut counts = [0; ARRAYS.len()];
-    let [four, two, one] = RegisterTile::ALL;
+    let (four, two, one) = (RegisterTile::FourRows, RegisterTile::TwoRows, RegisterTile::OneRow);
     let levels = [
         (four, Level::Plain, 1, None),
         (two, Level::Plain, 1, None),
