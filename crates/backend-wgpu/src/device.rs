@@ -201,7 +201,8 @@ impl Gpu {
     /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
     /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`],
     /// [`RegisterTile::forced`] and [`QueryTileSize::forced`], and of a register tile that no
-    /// device has; [`Error::Device`] if it does not open. [`Error::Unsupported`] also in a forked child of a process that uses wgpu.
+    /// device has; [`Error::Device`] if it does not open. [`Error::Unsupported`] also in a forked
+    /// child of a process that uses wgpu.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let register_tile =

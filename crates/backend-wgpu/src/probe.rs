@@ -176,10 +176,14 @@ mod tests {
     /// 32 × 32 numbers in row order.
     type Square = Vec<f32>;
 
-    /// left·rightᵀ, with sums over the first `most` elements only.
+    fn transposed(of: &Square) -> Square {
+        (0..1024).map(|at| of[32 * (at % 32) + at / 32]).collect()
+    }
+
+    /// left·right, with sums over the first `most` elements only.
     fn product(left: &Square, right: &Square, most: usize) -> Square {
         let sum = |row: usize, column: usize| {
-            (0..most).map(|k| left[32 * row + k] * right[32 * column + k]).sum::<f32>()
+            (0..most).map(|k| left[32 * row + k] * right[32 * k + column]).sum::<f32>()
         };
         (0..1024).map(|at| sum(at / 32, at % 32)).collect()
     }
@@ -232,11 +236,23 @@ mod tests {
         let [left_step, right_step] = STEPS;
         let left = factor(left_step, 17);
         let right = factor(right_step, 13);
-        let want = product(&left, &right, 32);
+        let right_columns = transposed(&right);
+        let want = product(&left, &right_columns, 32);
         assert_eq!(judge(&want, Matrices::new(16, 64), "a device"), Ok(()));
-        for wrong in [product(&right, &left, 32), product(&left, &right, 16), vec![f32::NAN; 1024]]
+        for (n, wrong) in [
+            product(&transposed(&left), &right_columns, 32),
+            product(&left, &right, 32),
+            transposed(&want),
+            product(&left, &right_columns, 16),
+            product(&left, &right_columns, 8),
+            want.iter().map(|x| x - 1.0).collect(),
+            vec![0.0; 1024],
+            vec![f32::NAN; 1024],
+        ]
+        .iter()
+        .enumerate()
         {
-            assert!(refuses(&wrong));
+            assert!(refuses(wrong), "{n}");
         }
         // a single wrong element
         for at in [0, 17, 1023] {

@@ -36,7 +36,8 @@ impl Api {
         }
     }
 
-    /// Returns the name in this interface of one of CUDA's functions, or of any other library's.
+    /// Returns the name in this interface of one of CUDA's functions: `cuEventQuery` is
+    /// `hipEventQuery` of HIP. Names of other libraries, and HIP's own, stay as they are.
     pub(crate) fn function(self, name: &str) -> String {
         if self == Self::Cuda {
             return name.to_owned();

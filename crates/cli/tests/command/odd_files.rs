@@ -198,6 +198,7 @@ fn malformed_indexes_and_traces_name_the_file_and_the_field() {
 fn inconsistent_tensors_are_named() {
     let folder = Folder::new("misfits");
     let good = || Tensors::qkv([6, 4, 8], [6, 2, 8], 8).f32("dout", &[1, 6, 4, 8], |_| 1.0);
+    let unequal = || Tensors::qkv([6, 4, 8], [5, 2, 8], 8);
     let numbers = |dtype, shape: &[usize], width: usize| {
         (dtype, shape.to_vec(), vec![0u8; shape.iter().product::<usize>() * width])
     };
@@ -212,8 +213,10 @@ fn inconsistent_tensors_are_named() {
     let cases: Vec<(Tensors, &str, &[&str])> = vec![
         (good().without("key"), "", &["key", "no such tensor"]),
         (zeros(good(), "query", &[6, 4, 8]), "", &["query", "4 dimensions"]),
+        (zeros(good(), "query", &[1, 6, 3, 8]).without("dout"), "", &["q_heads", "multiple"]),
         (zeros(good(), "query", &[0, 6, 4, 8]), "", &["key", "shape"]),
         (zeros(good(), "value", &[1, 5, 2, 8]), "", &["value", "[1, 6, 2, 8]"]),
+        (Tensors::qkv([2, 1, 1025], [2, 1, 1025], 1), "", &["head_dim", "1025"]),
         (put(good(), "key", numbers(Dtype::BF16, &[1, 6, 2, 8], 2)), "", &["key", "BF16"]),
         (put(good(), "query", numbers(Dtype::I32, &[1, 6, 4, 8], 4)), "", &["query", "float"]),
         (
@@ -229,6 +232,8 @@ fn inconsistent_tensors_are_named() {
         (ids(good(), "q_segment_ids", &[0; 5]), "", &["q_segment_ids", "[1, 5]"]),
         (zeros(good(), "q_segment_ids", &[1, 6]), "", &["q_segment_ids", "F32"]),
         (ids(good(), "kv_segment_ids", &[1 << 40; 6]), "", &["kv_segment_ids", "32 bits"]),
+        (ids(unequal(), "q_segment_ids", &[0; 6]), "", &["q_segment_ids", "kv_segment_ids"]),
+        (ids(good(), "kv_positions", &[i64::MIN; 6]), "", &["kv_positions"]),
         (packed(good(), "cum_seqlens_q", &[0, 4, 3]), "", &["cum_seqlens_q", "ascending"]),
         (good().i64("cum_seqlens_q", &[1, 2], &[0, 6]), "", &["cum_seqlens_q", "[sequences + 1]"]),
         (zeros(good(), "bias", &[1, 1, 6, 5]), "", &["bias", "[1, 1, 6, 5]"]),

@@ -1,5 +1,6 @@
-//! Strategies by their published names: the plans of their forms, and what they refuse. And ranks assigned to nodes round robin: a
-//! ring whose order is free passes each node once, and computes the same bits as without nodes.
+//! Strategies by their published names: the plans of their forms, and what they refuse. Ranks that
+//! are assigned to nodes round robin: a ring whose order is free passes each node once, and computes
+//! the same bits as without nodes.
 
 use std::{collections::BTreeSet, time::Duration};
 
