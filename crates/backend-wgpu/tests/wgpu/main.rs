@@ -164,7 +164,7 @@ fn key_lists_hold_on_wgpu() {
 fn elements_of_two_bytes_hold_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     for dtype in [DType::Bf16, DType::F16] {
-        suite::random_cases(&WgpuRing::new(gpu.clone()).only(&[dtype]), 100..112).unwrap();
+        suite::random_cases(&WgpuRing::new(gpu.clone()).only(&[dtype]), 100..108).unwrap();
     }
 }
 
@@ -264,7 +264,7 @@ fn the_matrix_level_holds_if_the_adapter_has_it() {
     }
     let Some(gpu) = gpu_at(Level::Matrix) else { return };
     let ring = WgpuRing::new(gpu.clone()).only(F16);
-    suite::random_cases(&ring, 300..324).unwrap();
+    suite::random_cases(&ring, 300..312).unwrap();
     suite::matrix(&ring, Scale::OneIn(61)).unwrap();
     suite::sizes(&ring, Scale::OneIn(7)).unwrap();
     suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, annulus::Layout::Contiguous))
