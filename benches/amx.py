@@ -31,6 +31,9 @@ DOCUMENTS = "512,512,512,512"
 NARROW = 0.6
 # least share of the rate for scores 20 and 100 times as large
 PEAKED = 0.6
+# most time on tiles, relative to multiply-adds: runs of the same kernels, on a processor without
+# AMX, differ by as much
+TILES = 1.05
 # cases that must not be slower on tiles than with multiply-adds: f32, and decoding with the fewest
 # queries of a KV head that are multiplied on tiles
 DECODE = "--what fwd --causal false --kv-len 16384 --heads 32 --kv-heads 4 --ds 128"
@@ -133,7 +136,9 @@ def tiles(table, options):
     for case in ON_TILES:
         old = f"env ANNULUS_CPU_ISA=avx512 {bench}"
         for name, ratio in pairs.medians(old, bench, options.pairs, [case]):
-            table.line(f"tiles / multiply-adds, {name}", f"{ratio:.2f}", "≤ 1", ratio <= 1)
+            table.line(
+                f"tiles / multiply-adds, {name}", f"{ratio:.2f}", f"≤ {TILES}", ratio <= TILES
+            )
     tensors = f"{options.out}/peaked.st"
     output(annulus, "make", "--output", tensors, "--q-len", "2048", "--dtype", "bf16")
     attend = f"attend --input {tensors} --output {options.out}/peaked-out.st --threads 1 --json"
