@@ -179,6 +179,7 @@ fn checks_of_indices_change_no_bit_of_register_tiles_of_four_rows() {
     let dtypes = &[DType::F32, DType::F16];
     let devices = of_plain(RegisterTile::FourRows, Checks::Clamped, dtypes);
     let Some(devices) = devices else { return };
+    // element types differ in loads and stores: those of f32 and f16 are in the cases below
     holds(&devices, &case("simple", |_| {}), &[DType::Bf16]);
     holds(&devices, &case("all epilogues", all_epilogues), dtypes);
     // four elements at once; packed heads and ranges of keys

@@ -31,19 +31,20 @@ fn case(name: &str, dims: Dims, masks: Masks, change: impl FnOnce(&mut Spec)) ->
     Case::new(name, spec, masks, &mut Draw::new(17))
 }
 
-/// Few cases: the code of each score epilogue is part of that of all three, and
-/// `the_matrix_level_holds_for_every_score_epilogue` has each alone.
 fn cases() -> Vec<(Case, Setting)> {
     let causal = || Masks { causal: true, ..Masks::default() };
     let all = Masks::default;
+    let dropout = Some(Dropout { probability: 0.3, seed: 7 });
     let of_dims = |head_dim, value_dim| Dims { head_dim, value_dim, ..DIMS };
+    let bias = Some([1, 4, 150, 150]);
+    let mut with_bias = case("bias", DIMS, causal(), |spec| spec.bias = bias);
     let mut with_all = case("bias, soft cap and dropout", of_dims(64, 64), causal(), |spec| {
-        spec.bias = Some([1, 4, 150, 150]);
+        spec.bias = bias;
         spec.soft_cap = Some(2.0);
-        spec.dropout = Some(Dropout { probability: 0.3, seed: 7 });
+        spec.dropout = dropout;
     });
     // a query, and pairs, that the bias alone masks
-    if let Some(bias) = &mut with_all.bias {
+    for bias in [&mut with_bias, &mut with_all].into_iter().filter_map(|case| case.bias.as_mut()) {
         bias.slice_mut(s![.., .., 50, ..]).fill(f64::NEG_INFINITY);
         bias.slice_mut(s![.., 0, 60.., 7]).fill(f64::NEG_INFINITY);
     }
@@ -53,9 +54,12 @@ fn cases() -> Vec<(Case, Setting)> {
         // one element after another, and one group of 32
         case("unaligned dims", of_dims(33, 31), causal(), |_| {}),
         case("window", DIMS, Masks { window: Some([Some(40), Some(0)]), ..causal() }, |_| {}),
+        case("soft cap", DIMS, causal(), |spec| spec.soft_cap = Some(2.0)),
+        case("dropout", DIMS, causal(), |spec| spec.dropout = dropout),
         case("bias function", DIMS, causal(), |spec| {
             spec.bias_function = Some(Arc::new(Alibi::published(4)));
         }),
+        with_bias,
         with_all,
     ];
     let of_ring = (case("three ranks", DIMS, causal(), |_| {}), ring);
